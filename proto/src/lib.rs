@@ -1,0 +1,29 @@
+//! The contracts of Mooncake distribution: what processes say to each other and to callers.
+//!
+//! - [`manifest`]: one model version: its JSON form, its validation, its canonical encoding, and the
+//!   arithmetic of chunks and blocks.
+//! - [`api`]: the HTTP JSON types, error documents included.
+//! - [`hello`] (feature `net`): the handshake that opens every connection between processes.
+//! - [`pb`]: the protobuf messages and, with feature `net`, the gRPC services.
+//!
+//! Nothing here does I/O, except for `hello`, which reads and writes the stream it is given.
+
+pub mod api;
+pub mod codec;
+pub mod digest;
+#[cfg(feature = "net")]
+pub mod hello;
+pub mod ids;
+pub mod manifest;
+pub mod pb;
+
+/// The protocol version that this build speaks; it also speaks [`PROTOCOL_VERSION_MIN`].
+pub const PROTOCOL_VERSION: u32 = 1;
+/// The oldest protocol version that this build still speaks.
+pub const PROTOCOL_VERSION_MIN: u32 = 1;
+/// The cluster id used where none is configured (Mooncake's own default).
+pub const DEFAULT_CLUSTER_ID: &str = "mooncake_cluster";
+/// Largest frame of a node session, in bytes.
+pub const MAX_SESSION_FRAME_BYTES: usize = 1 << 20;
+/// Largest command in the Raft log, in bytes. Larger manifests go in as parts.
+pub const MAX_COMMAND_BYTES: usize = 512 << 10;
