@@ -1,1 +1,3 @@
-//! placeholder
+//! The node process of Mooncake distribution: sources, chunk store, swarm, transports, task executor.
+
+pub mod task;

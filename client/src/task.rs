@@ -1,0 +1,69 @@
+//! What every task of this node has in common, whatever moves its bytes: how it fails and what it counts.
+
+use std::sync::atomic::{AtomicU64, Ordering};
+
+/// Why a task ended without success. Reported to the master and shown to a person, so that the message says
+/// what failed, where, why and what to do next; it never holds a secret (URLs are redacted before they get
+/// here).
+#[derive(Clone, Debug, PartialEq, Eq, thiserror::Error)]
+#[error("{message} [{code}]")]
+pub struct TaskFailure {
+    /// Stable, for programs: snake_case.
+    pub code: String,
+    /// For a person.
+    pub message: String,
+    /// Whether another attempt may succeed without anybody changing anything.
+    pub retryable: bool,
+}
+
+impl TaskFailure {
+    /// A failure that another attempt may cure.
+    pub fn retryable(code: &str, message: impl Into<String>) -> Self {
+        Self { code: code.to_owned(), message: message.into(), retryable: true }
+    }
+
+    /// A failure that stays until somebody changes something.
+    pub fn permanent(code: &str, message: impl Into<String>) -> Self {
+        Self { code: code.to_owned(), message: message.into(), retryable: false }
+    }
+
+    /// The task was told to stop: not a fault of anybody. What was verified stays on the disk.
+    pub fn canceled() -> Self {
+        Self::permanent(CODE_CANCELED, "the task was canceled; what was verified stays on the disk")
+    }
+
+    /// Whether this is [`TaskFailure::canceled`].
+    pub fn is_canceled(&self) -> bool {
+        self.code == CODE_CANCELED
+    }
+}
+
+/// [`TaskFailure::code`] of a canceled task.
+pub const CODE_CANCELED: &str = "canceled";
+
+/// What a task moved, for reports and metrics. Only counts up.
+#[derive(Debug, Default)]
+pub struct TransferCounters {
+    /// Payload bytes read from outside (source or peers), discarded ones included.
+    pub fetched_bytes: AtomicU64,
+    /// Of these, bytes read once more although they (or some of them) had been read before in this process:
+    /// after a connection was cut, or because a peer was bad.
+    pub refetched_bytes: AtomicU64,
+}
+
+impl TransferCounters {
+    /// Counts bytes that arrived.
+    pub fn add_fetched(&self, bytes: u64) {
+        self.fetched_bytes.fetch_add(bytes, Ordering::Relaxed);
+    }
+
+    /// Counts bytes that arrived once more.
+    pub fn add_refetched(&self, bytes: u64) {
+        self.refetched_bytes.fetch_add(bytes, Ordering::Relaxed);
+    }
+
+    /// Both counts: (fetched, refetched).
+    pub fn load(&self) -> (u64, u64) {
+        (self.fetched_bytes.load(Ordering::Relaxed), self.refetched_bytes.load(Ordering::Relaxed))
+    }
+}
