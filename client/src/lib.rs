@@ -1,3 +1,4 @@
 //! The node process of Mooncake distribution: sources, chunk store, swarm, transports, task executor.
 
+pub mod store;
 pub mod task;
