@@ -16,6 +16,7 @@ pub mod hello;
 pub mod ids;
 pub mod manifest;
 pub mod pb;
+pub mod time;
 
 /// The protocol version that this build speaks; it also speaks [`PROTOCOL_VERSION_MIN`].
 pub const PROTOCOL_VERSION: u32 = 1;
