@@ -2,7 +2,12 @@
 
 fn main() -> Result<(), Box<dyn std::error::Error>> {
     println!("cargo:rerun-if-changed=proto");
-    let files = ["proto/hello.proto", "proto/raft.proto", "proto/session.proto", "proto/peer.proto"];
+    let files = [
+        "proto/hello.proto",
+        "proto/raft.proto",
+        "proto/session.proto",
+        "proto/peer.proto",
+    ];
     let descriptors = protox::compile(files, ["proto"])?;
     let with_services = std::env::var_os("CARGO_FEATURE_NET").is_some();
     tonic_prost_build::configure()

@@ -10,7 +10,9 @@ pub enum CodecError {
     #[error("no bytes where a version byte was expected")]
     Empty,
     /// Written by a newer program (or not by this program at all).
-    #[error("encoding version {found} is not known here (the newest known is {known}); was this written by a newer version?")]
+    #[error(
+        "encoding version {found} is not known here (the newest known is {known}); was this written by a newer version?"
+    )]
     UnknownVersion {
         /// The version byte found.
         found: u8,
@@ -32,7 +34,10 @@ pub fn encode<T: Serialize>(version: u8, value: &T) -> Vec<u8> {
 pub fn decode<T: DeserializeOwned>(version: u8, bytes: &[u8]) -> Result<T, CodecError> {
     let (&found, rest) = bytes.split_first().ok_or(CodecError::Empty)?;
     if found != version {
-        return Err(CodecError::UnknownVersion { found, known: version });
+        return Err(CodecError::UnknownVersion {
+            found,
+            known: version,
+        });
     }
     match postcard::take_from_bytes(rest) {
         Ok((value, [])) => Ok(value),

@@ -20,24 +20,31 @@ impl NodeId {
     /// 1–65535. The error says what is wrong.
     pub fn parse(text: &str) -> Result<Self, String> {
         if text.len() > MAX_NODE_ID_BYTES {
-            return Err(format!("node id is {} bytes long, the limit is {MAX_NODE_ID_BYTES}", text.len()));
+            return Err(format!(
+                "node id is {} bytes long, the limit is {MAX_NODE_ID_BYTES}",
+                text.len()
+            ));
         }
         let (host, port) = match text.strip_prefix('[') {
             Some(rest) => {
-                let (host, tail) = rest.split_once(']').ok_or("the '[' of an IPv6 address is not closed")?;
+                let (host, tail) = rest
+                    .split_once(']')
+                    .ok_or("the '[' of an IPv6 address is not closed")?;
                 host.parse::<std::net::Ipv6Addr>()
                     .map_err(|_| format!("'{host}' is not an IPv6 address"))?;
                 let port = tail.strip_prefix(':').ok_or("':port' is missing after ']'")?;
                 (host, port)
             }
             None => {
-                let (host, port) =
-                    text.rsplit_once(':').ok_or_else(|| format!("'{text}' is not host:port"))?;
+                let (host, port) = text
+                    .rsplit_once(':')
+                    .ok_or_else(|| format!("'{text}' is not host:port"))?;
                 if host.contains(':') {
                     return Err(format!("write an IPv6 address in brackets: [{host}]:{port}"));
                 }
-                if let Some(bad) =
-                    host.chars().find(|c| !(c.is_ascii_alphanumeric() || matches!(c, '.' | '-' | '_')))
+                if let Some(bad) = host
+                    .chars()
+                    .find(|c| !(c.is_ascii_alphanumeric() || matches!(c, '.' | '-' | '_')))
                 {
                     return Err(format!("host '{host}' holds the character {bad:?}"));
                 }
@@ -74,10 +81,18 @@ impl JobId {
     /// Checks the alphabet and the length; the error says what is wrong.
     pub fn parse(text: &str) -> Result<Self, String> {
         if text.is_empty() || text.len() > MAX_JOB_ID_BYTES {
-            return Err(format!("a job id has 1 to {MAX_JOB_ID_BYTES} characters, this one has {}", text.len()));
+            return Err(format!(
+                "a job id has 1 to {MAX_JOB_ID_BYTES} characters, this one has {}",
+                text.len()
+            ));
         }
-        match text.chars().find(|c| !(c.is_ascii_alphanumeric() || matches!(c, '.' | '_' | '-'))) {
-            Some(bad) => Err(format!("a job id holds only A-Z a-z 0-9 . _ -, this one holds {bad:?}")),
+        match text
+            .chars()
+            .find(|c| !(c.is_ascii_alphanumeric() || matches!(c, '.' | '_' | '-')))
+        {
+            Some(bad) => Err(format!(
+                "a job id holds only A-Z a-z 0-9 . _ -, this one holds {bad:?}"
+            )),
             None => Ok(Self(text.to_owned())),
         }
     }
@@ -126,7 +141,11 @@ impl ModelRef {
 
 impl fmt::Display for ModelRef {
     fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
-        write!(f, "{}/{}@{} ({})", self.provider, self.model_id, self.revision, self.format)
+        write!(
+            f,
+            "{}/{}@{} ({})",
+            self.provider, self.model_id, self.revision, self.format
+        )
     }
 }
 
@@ -139,7 +158,20 @@ mod tests {
         for good in ["127.0.0.1:25001", "node-1.rack_2:1", "[::1]:65535"] {
             assert_eq!(NodeId::parse(good).unwrap().as_str(), good);
         }
-        for bad in ["", "host", ":1", "host:", "host:0", "host:65536", "host:+1", "::1:25001", "[::1]25001", "[::1", "a b:1", "h/x:1"] {
+        for bad in [
+            "",
+            "host",
+            ":1",
+            "host:",
+            "host:0",
+            "host:65536",
+            "host:+1",
+            "::1:25001",
+            "[::1]25001",
+            "[::1",
+            "a b:1",
+            "h/x:1",
+        ] {
             assert!(NodeId::parse(bad).is_err(), "{bad:?} must be refused");
         }
     }

@@ -21,13 +21,23 @@ pub mod session {
 
         impl From<crate::ids::ModelRef> for ModelRef {
             fn from(m: crate::ids::ModelRef) -> Self {
-                Self { model_id: m.model_id, revision: m.revision, format: m.format, provider: m.provider }
+                Self {
+                    model_id: m.model_id,
+                    revision: m.revision,
+                    format: m.format,
+                    provider: m.provider,
+                }
             }
         }
 
         impl From<ModelRef> for crate::ids::ModelRef {
             fn from(m: ModelRef) -> Self {
-                Self { model_id: m.model_id, revision: m.revision, format: m.format, provider: m.provider }
+                Self {
+                    model_id: m.model_id,
+                    revision: m.revision,
+                    format: m.format,
+                    provider: m.provider,
+                }
             }
         }
 

@@ -5,7 +5,9 @@ mod request;
 mod views;
 
 pub use problem::{Problem, ProblemCode};
-pub use request::{ArtifactSpec, ChunkLayout, CreateJobRequest, FileSpec, JobPolicy, ManifestSpec, ModelSpec, ReplicaPolicy};
+pub use request::{
+    ArtifactSpec, ChunkLayout, CreateJobRequest, FileSpec, JobPolicy, ManifestSpec, ModelSpec, ReplicaPolicy,
+};
 pub use views::*;
 
 /// Header on every answer: the master (its Raft id) that served it.

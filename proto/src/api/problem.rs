@@ -52,7 +52,11 @@ impl ProblemCode {
     pub const fn status(self) -> u16 {
         match self {
             Self::InvalidJson | Self::InvalidRequest | Self::InvalidParameter => 400,
-            Self::NotFound | Self::JobNotFound | Self::ObjectNotFound | Self::NodeNotFound | Self::ModelNotFound => 404,
+            Self::NotFound
+            | Self::JobNotFound
+            | Self::ObjectNotFound
+            | Self::NodeNotFound
+            | Self::ModelNotFound => 404,
             Self::MethodNotAllowed => 405,
             Self::JobConflict | Self::ArtifactConflict | Self::JobTerminal => 409,
             Self::BodyTooLarge => 413,

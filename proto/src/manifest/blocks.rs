@@ -9,7 +9,9 @@ const BLOCKS_WANTED: u64 = 2000;
 /// The block size for an artifact of `total_size_bytes`: a power of two between 256 KiB and 4 MiB.
 pub fn block_size_for(total_size_bytes: u64) -> u32 {
     let (min, max) = BLOCK_SIZE_RANGE.into_inner();
-    let wanted = total_size_bytes.div_ceil(BLOCKS_WANTED).clamp(min.into(), max.into());
+    let wanted = total_size_bytes
+        .div_ceil(BLOCKS_WANTED)
+        .clamp(min.into(), max.into());
     (wanted as u32).next_power_of_two()
 }
 
@@ -39,7 +41,10 @@ impl BlockMap {
     /// # Panics
     /// If the block size is not a power of two (orders and files are checked before they get here).
     pub fn new(manifest: &Manifest, block_size: u32) -> Self {
-        assert!(block_size.is_power_of_two(), "block size {block_size} is not a power of two");
+        assert!(
+            block_size.is_power_of_two(),
+            "block size {block_size} is not a power of two"
+        );
         let sizes: Vec<u64> = manifest.files.iter().map(|f| f.size_bytes).collect();
         let mut first = Vec::with_capacity(sizes.len() + 1);
         let mut next = 0u64;
@@ -48,7 +53,11 @@ impl BlockMap {
             next += size.div_ceil(block_size.into());
         }
         first.push(u32::try_from(next).expect("at most MAX_BLOCKS blocks"));
-        Self { block_size, sizes, first }
+        Self {
+            block_size,
+            sizes,
+            first,
+        }
     }
 
     /// Number of blocks.

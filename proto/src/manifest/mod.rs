@@ -136,7 +136,10 @@ impl Manifest {
 
     /// Finds an object by its id: (file index, chunk index).
     pub fn find_object(&self, id: &str) -> Option<(usize, u64)> {
-        self.files.iter().enumerate().find_map(|(f, file)| Some((f, file.objects.position(id)?)))
+        self.files
+            .iter()
+            .enumerate()
+            .find_map(|(f, file)| Some((f, file.objects.position(id)?)))
     }
 }
 
@@ -167,3 +170,6 @@ pub struct Seal {
     /// See [`root`].
     pub root: Digest,
 }
+
+#[cfg(test)]
+mod tests;

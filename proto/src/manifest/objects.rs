@@ -28,7 +28,13 @@ impl ObjectIds {
     /// `{prefix}/chunk-000`, `-001`, …: the ids derived where a manifest names none.
     pub fn derived(prefix: &str, count: u64) -> Self {
         let width = count.saturating_sub(1).to_string().len().max(3) as u8;
-        Self::Pattern { head: format!("{prefix}/chunk-"), first: 0, width, tail: String::new(), count }
+        Self::Pattern {
+            head: format!("{prefix}/chunk-"),
+            first: 0,
+            width,
+            tail: String::new(),
+            count,
+        }
     }
 
     /// Takes a list and keeps it as a pattern where it follows one.
@@ -42,9 +48,9 @@ impl ObjectIds {
     fn detect(ids: &[String]) -> Option<Self> {
         let first_id = ids.first()?;
         let end = first_id.rfind(|c: char| c.is_ascii_digit())? + 1;
-        let start = first_id[..end].rfind(|c: char| !c.is_ascii_digit()).map_or(0, |i| {
-            i + first_id[i..].chars().next().map_or(1, char::len_utf8)
-        });
+        let start = first_id[..end]
+            .rfind(|c: char| !c.is_ascii_digit())
+            .map_or(0, |i| i + first_id[i..].chars().next().map_or(1, char::len_utf8));
         let digits = &first_id[start..end];
         // A pattern number must survive the round trip: at most 18 digits, padding only by zeros.
         if digits.len() > 18 {
@@ -77,12 +83,25 @@ impl ObjectIds {
     /// The id of chunk `index`.
     pub fn get(&self, index: u64) -> Option<Cow<'_, str>> {
         match self {
-            Self::Pattern { head, first, width, tail, count } => (index < *count).then(|| {
+            Self::Pattern {
+                head,
+                first,
+                width,
+                tail,
+                count,
+            } => (index < *count).then(|| {
                 let mut id = String::with_capacity(head.len() + tail.len() + 20);
-                let _ = write!(id, "{head}{:0width$}{tail}", first + index, width = *width as usize);
+                let _ = write!(
+                    id,
+                    "{head}{:0width$}{tail}",
+                    first + index,
+                    width = *width as usize
+                );
                 Cow::Owned(id)
             }),
-            Self::List(ids) => ids.get(usize::try_from(index).ok()?).map(|s| Cow::Borrowed(s.as_str())),
+            Self::List(ids) => ids
+                .get(usize::try_from(index).ok()?)
+                .map(|s| Cow::Borrowed(s.as_str())),
         }
     }
 
@@ -94,7 +113,9 @@ impl ObjectIds {
     /// The chunk that has this id: constant time for a pattern, linear for a list.
     pub fn position(&self, id: &str) -> Option<u64> {
         match self {
-            Self::Pattern { head, first, tail, .. } => {
+            Self::Pattern {
+                head, first, tail, ..
+            } => {
                 let digits = id.strip_prefix(head.as_str())?.strip_suffix(tail.as_str())?;
                 let number: u64 = digits.parse().ok()?;
                 let index = number.checked_sub(*first)?;
@@ -116,10 +137,22 @@ mod tests {
 
     #[test]
     fn patterns_are_found() {
-        for list in [&["m/r/chunk-000", "m/r/chunk-001"][..], &["a9", "a10"], &["x-7.bin", "x-8.bin"], &["é1", "é2"], &["5", "6"]] {
+        for list in [
+            &["m/r/chunk-000", "m/r/chunk-001"][..],
+            &["a9", "a10"],
+            &["x-7.bin", "x-8.bin"],
+            &["é1", "é2"],
+            &["5", "6"],
+        ] {
             assert!(matches!(ids(list), ObjectIds::Pattern { .. }), "{list:?}");
         }
-        for list in [&["a", "b"][..], &["a1", "a3"], &["a01", "a2"], &["99999999999999999999"], &[]] {
+        for list in [
+            &["a", "b"][..],
+            &["a1", "a3"],
+            &["a01", "a2"],
+            &["99999999999999999999"],
+            &[],
+        ] {
             assert!(matches!(ids(list), ObjectIds::List(_)), "{list:?}");
         }
     }

@@ -79,7 +79,12 @@ impl ValidJob {
 
 /// Checks a request; see the module docs. On failure at most 100 faults are named, then their number.
 pub fn validate(request: CreateJobRequest, options: ValidateOptions) -> Result<ValidJob, Vec<Fault>> {
-    let mut v = Validator { options, faults: Vec::new(), count: 0, warnings: Vec::new() };
+    let mut v = Validator {
+        options,
+        faults: Vec::new(),
+        count: 0,
+        warnings: Vec::new(),
+    };
     let job = v.job(request);
     match job {
         Some(mut job) if v.count == 0 => {
@@ -112,7 +117,11 @@ impl Validator {
     fn fault(&mut self, pointer: impl Into<String>, code: &str, detail: impl Into<String>) {
         self.count += 1;
         if self.faults.len() < MAX_FAULTS {
-            self.faults.push(Fault { pointer: pointer.into(), code: code.into(), detail: detail.into() });
+            self.faults.push(Fault {
+                pointer: pointer.into(),
+                code: code.into(),
+                detail: detail.into(),
+            });
         }
     }
 
@@ -142,7 +151,9 @@ impl Validator {
             Some(Ok(id)) => Some(id),
             None => None,
         };
-        let model = self.required(request.model, "/model").map(|m| self.model(m, "/model"));
+        let model = self
+            .required(request.model, "/model")
+            .map(|m| self.model(m, "/model"));
         let manifest = self.required(request.manifest, "/manifest");
         let manifest = manifest.and_then(|m| self.manifest(m, model.flatten()));
         let seed = self.required(request.seed_node_id, "/seed_node_id");
@@ -150,9 +161,10 @@ impl Validator {
         let targets = self.targets(request.target_nodes);
 
         let mut target_replica_count = targets.as_ref().map_or(0, |t| t.len() as u64);
-        if let (Some(want), Some(targets)) =
-            (request.replica_policy.and_then(|p| p.target_replica_count), targets.as_ref())
-        {
+        if let (Some(want), Some(targets)) = (
+            request.replica_policy.and_then(|p| p.target_replica_count),
+            targets.as_ref(),
+        ) {
             let pointer = "/replica_policy/target_replica_count";
             let named = targets.iter().chain(seed.as_ref()).collect::<BTreeSet<_>>().len() as u64;
             if want > named {
@@ -165,7 +177,10 @@ impl Validator {
                 self.warn(
                     pointer,
                     "replica_count_below_targets",
-                    format!("{want} replicas are wanted, {} targets are named: every target is staged", targets.len()),
+                    format!(
+                        "{want} replicas are wanted, {} targets are named: every target is staged",
+                        targets.len()
+                    ),
                 );
             }
             target_replica_count = want;
@@ -174,12 +189,20 @@ impl Validator {
         let policy = request.policy.unwrap_or_default();
         let max_attempts = policy.max_attempts.unwrap_or(DEFAULT_MAX_ATTEMPTS);
         if !(1..=MAX_ATTEMPTS).contains(&max_attempts) {
-            self.fault("/policy/max_attempts", "out_of_range", format!("must be 1 to {MAX_ATTEMPTS}"));
+            self.fault(
+                "/policy/max_attempts",
+                "out_of_range",
+                format!("must be 1 to {MAX_ATTEMPTS}"),
+            );
         }
         if let Some(s) = policy.deadline_s
             && !(1..=MAX_DEADLINE_S).contains(&s)
         {
-            self.fault("/policy/deadline_s", "out_of_range", format!("must be 1 to {MAX_DEADLINE_S} seconds"));
+            self.fault(
+                "/policy/deadline_s",
+                "out_of_range",
+                format!("must be 1 to {MAX_DEADLINE_S} seconds"),
+            );
         }
 
         let (manifest, sources) = manifest?;
@@ -197,7 +220,9 @@ impl Validator {
     }
 
     fn node(&mut self, text: &str, pointer: &str) -> Option<NodeId> {
-        NodeId::parse(text).map_err(|why| self.fault(pointer, "invalid_node_id", why)).ok()
+        NodeId::parse(text)
+            .map_err(|why| self.fault(pointer, "invalid_node_id", why))
+            .ok()
     }
 
     fn targets(&mut self, targets: Option<Vec<String>>) -> Option<Vec<NodeId>> {
@@ -214,10 +239,16 @@ impl Validator {
         let mut out = Vec::with_capacity(targets.len());
         for (i, text) in targets.iter().enumerate() {
             let pointer = format!("/target_nodes/{i}");
-            let Some(node) = self.node(text, &pointer) else { continue };
+            let Some(node) = self.node(text, &pointer) else {
+                continue;
+            };
             if let Some(first) = seen.insert(node.clone(), i) {
                 seen.insert(node.clone(), first);
-                self.fault(pointer, "duplicate_target", format!("{node} is already /target_nodes/{first}"));
+                self.fault(
+                    pointer,
+                    "duplicate_target",
+                    format!("{node} is already /target_nodes/{first}"),
+                );
             }
             out.push(node);
         }
@@ -244,7 +275,11 @@ impl Validator {
             let detail = format!("{} bytes, the limit is {MAX_MODEL_COMPONENT_BYTES}", value.len());
             self.fault(pointer, "limit_exceeded", detail);
         } else if let Some(bad) = value.chars().find(|c| c.is_control()) {
-            self.fault(pointer, "invalid_character", format!("holds the control character {bad:?}"));
+            self.fault(
+                pointer,
+                "invalid_character",
+                format!("holds the control character {bad:?}"),
+            );
         }
         Some(value)
     }
@@ -276,7 +311,10 @@ impl Validator {
                 }
             }
         }
-        let version = self.text(spec.file_manifest_version, "/manifest/file_manifest_version".into());
+        let version = self.text(
+            spec.file_manifest_version,
+            "/manifest/file_manifest_version".into(),
+        );
         let total = self.required(spec.total_size_bytes, "/manifest/total_size_bytes");
         let files = self.required(spec.files, "/manifest/files")?;
         if files.is_empty() {
@@ -290,7 +328,9 @@ impl Validator {
 
         self.paths(&files);
         self.limits(&files, total);
-        let own_ref = own.as_ref().map_or_else(String::new, |m| format!("{}/{}", m.model_id, m.revision));
+        let own_ref = own
+            .as_ref()
+            .map_or_else(String::new, |m| format!("{}/{}", m.model_id, m.revision));
         let shared = prefixes_shared(&files, &own_ref);
         let mut sources = Vec::with_capacity(files.len());
         let mut out = Vec::with_capacity(files.len());
@@ -302,8 +342,12 @@ impl Validator {
         if self.count == faults_before {
             self.object_ids_distinct(&out);
         }
-        let manifest =
-            Manifest { model: own?, file_manifest_version: version, total_size_bytes: total?, files: out };
+        let manifest = Manifest {
+            model: own?,
+            file_manifest_version: version,
+            total_size_bytes: total?,
+            files: out,
+        };
         Some((manifest, Sources(sources)))
     }
 
@@ -330,9 +374,15 @@ impl Validator {
         for (path, &i) in &seen {
             for (end, _) in path.match_indices('/') {
                 if let Some(&file) = seen.get(&path[..end]) {
-                    let detail =
-                        format!("'{}' is a file here, but '{path}' (/manifest/files/{i}) needs a folder there", &path[..end]);
-                    self.fault(format!("/manifest/files/{file}/path"), "file_where_folder_needed", detail);
+                    let detail = format!(
+                        "'{}' is a file here, but '{path}' (/manifest/files/{i}) needs a folder there",
+                        &path[..end]
+                    );
+                    self.fault(
+                        format!("/manifest/files/{file}/path"),
+                        "file_where_folder_needed",
+                        detail,
+                    );
                 }
             }
         }
@@ -354,18 +404,32 @@ impl Validator {
             .map(u128::from)
             .sum();
         if chunks > u128::from(MAX_CHUNKS) {
-            let detail = format!("the manifest has {chunks} chunks, the limit is {MAX_CHUNKS}: use a larger chunk_size_bytes");
+            let detail = format!(
+                "the manifest has {chunks} chunks, the limit is {MAX_CHUNKS}: use a larger chunk_size_bytes"
+            );
             self.fault("/manifest/files", "limit_exceeded", detail);
         }
         let bs = u64::from(block_size_for(u64::try_from(sum).unwrap_or(u64::MAX)));
-        let blocks: u128 = files.iter().filter_map(|f| f.size_bytes).map(|s| u128::from(s.div_ceil(bs))).sum();
+        let blocks: u128 = files
+            .iter()
+            .filter_map(|f| f.size_bytes)
+            .map(|s| u128::from(s.div_ceil(bs)))
+            .sum();
         if blocks > u128::from(MAX_BLOCKS) {
-            let detail = format!("the files need {blocks} blocks of {bs} bytes, the limit is {MAX_BLOCKS}: split the model");
+            let detail = format!(
+                "the files need {blocks} blocks of {bs} bytes, the limit is {MAX_BLOCKS}: split the model"
+            );
             self.fault("/manifest/files", "limit_exceeded", detail);
         }
     }
 
-    fn file(&mut self, i: usize, spec: FileSpec, own_ref: &str, shared: &HashSet<String>) -> Option<ManifestFile> {
+    fn file(
+        &mut self,
+        i: usize,
+        spec: FileSpec,
+        own_ref: &str,
+        shared: &HashSet<String>,
+    ) -> Option<ManifestFile> {
         let base = format!("/manifest/files/{i}");
         let size = self.required(spec.size_bytes, format!("{base}/size_bytes"));
         let path = spec.path.unwrap_or_default();
@@ -377,12 +441,22 @@ impl Validator {
         let artifact_key = self.text(artifact.artifact_key, format!("{base}/artifact/artifact_key"));
         let layout = match (spec.chunk_layout, size) {
             (None, Some(0)) => Default::default(),
-            (layout, _) => self.required(layout, format!("{base}/chunk_layout")).unwrap_or_default(),
+            (layout, _) => self
+                .required(layout, format!("{base}/chunk_layout"))
+                .unwrap_or_default(),
         };
         let prefix = layout.object_prefix.unwrap_or_else(|| own_ref.to_owned());
-        if prefix.is_empty() || prefix.len() > MAX_OBJECT_ID_BYTES / 2 || prefix.chars().any(char::is_control) {
-            let detail = format!("must have 1 to {} bytes and no control characters", MAX_OBJECT_ID_BYTES / 2);
-            self.fault(format!("{base}/chunk_layout/object_prefix"), "invalid_prefix", detail);
+        if prefix.is_empty() || prefix.len() > MAX_OBJECT_ID_BYTES / 2 || prefix.chars().any(char::is_control)
+        {
+            let detail = format!(
+                "must have 1 to {} bytes and no control characters",
+                MAX_OBJECT_ID_BYTES / 2
+            );
+            self.fault(
+                format!("{base}/chunk_layout/object_prefix"),
+                "invalid_prefix",
+                detail,
+            );
         }
         let (chunk_size, chunk_count) =
             self.chunks(&base, size, layout.chunk_size_bytes, layout.chunk_count)?;
@@ -407,10 +481,18 @@ impl Validator {
         let pointer = format!("{base}/checksum");
         let checksum = Checksum::parse(&self.text(text, pointer.clone()));
         if let Checksum::Opaque(text) = &checksum {
-            let what = if text.is_empty() { "no checksum is given".to_owned() } else { format!("'{text}' is not a SHA-256 digest") };
+            let what = if text.is_empty() {
+                "no checksum is given".to_owned()
+            } else {
+                format!("'{text}' is not a SHA-256 digest")
+            };
             let what = format!("{what} (sha256:<64 hex digits>)");
             if self.options.require_checksums {
-                self.fault(pointer, "checksum_required", format!("{what}, and this cluster requires one"));
+                self.fault(
+                    pointer,
+                    "checksum_required",
+                    format!("{what}, and this cluster requires one"),
+                );
             } else if size != Some(0) {
                 self.warn(
                     pointer,
@@ -423,14 +505,22 @@ impl Validator {
     }
 
     fn source(&mut self, url: Option<&str>, pointer: String) {
-        let Some(url) = self.required(url, pointer.clone()) else { return };
+        let Some(url) = self.required(url, pointer.clone()) else {
+            return;
+        };
         if let Err((code, detail)) = check_source(url) {
             self.fault(pointer, code, detail);
         }
     }
 
     /// (chunk size, chunk count), or `None` after a fault.
-    fn chunks(&mut self, base: &str, size: Option<u64>, chunk_size: Option<u64>, count: Option<u64>) -> Option<(u64, u64)> {
+    fn chunks(
+        &mut self,
+        base: &str,
+        size: Option<u64>,
+        chunk_size: Option<u64>,
+        count: Option<u64>,
+    ) -> Option<(u64, u64)> {
         let size = size?;
         let layout = format!("{base}/chunk_layout");
         if size == 0 {
@@ -444,7 +534,11 @@ impl Validator {
         let count = self.required(count, format!("{layout}/chunk_count"));
         let chunk_size = chunk_size?;
         if chunk_size == 0 {
-            self.fault(format!("{layout}/chunk_size_bytes"), "out_of_range", "must be at least 1");
+            self.fault(
+                format!("{layout}/chunk_size_bytes"),
+                "out_of_range",
+                "must be at least 1",
+            );
             return None;
         }
         let want = size.div_ceil(chunk_size);
@@ -464,19 +558,26 @@ impl Validator {
             self.fault(pointer.clone(), "object_count_mismatch", detail);
         }
         for (n, id) in ids.iter().enumerate() {
-            let inside = id.strip_prefix(prefix).is_some_and(|rest| rest.len() > 1 && rest.starts_with('/'));
+            let inside = id
+                .strip_prefix(prefix)
+                .is_some_and(|rest| rest.len() > 1 && rest.starts_with('/'));
             if !inside {
                 let detail = format!("'{id}' does not start with the object_prefix '{prefix}/'");
                 self.fault(format!("{pointer}/{n}"), "object_outside_prefix", detail);
             } else if id.len() > MAX_OBJECT_ID_BYTES || id.chars().any(char::is_control) {
-                let detail = format!("must have at most {MAX_OBJECT_ID_BYTES} bytes and no control characters");
+                let detail =
+                    format!("must have at most {MAX_OBJECT_ID_BYTES} bytes and no control characters");
                 self.fault(format!("{pointer}/{n}"), "invalid_object_id", detail);
             }
         }
         let mut seen = HashSet::with_capacity(ids.len());
         for (n, id) in ids.iter().enumerate() {
             if !seen.insert(id.as_str()) {
-                self.fault(format!("{pointer}/{n}"), "duplicate_object_id", format!("'{id}' is already an object of this file"));
+                self.fault(
+                    format!("{pointer}/{n}"),
+                    "duplicate_object_id",
+                    format!("'{id}' is already an object of this file"),
+                );
             }
         }
         drop(seen);
@@ -502,7 +603,11 @@ impl Validator {
         drop(seen);
         for (i, n, id) in clashes {
             let pointer = format!("/manifest/files/{i}/artifact/object_ids/{n}");
-            self.fault(pointer, "duplicate_object_id", format!("'{id}' is already an object of another file"));
+            self.fault(
+                pointer,
+                "duplicate_object_id",
+                format!("'{id}' is already an object of another file"),
+            );
         }
     }
 }
@@ -515,7 +620,11 @@ fn prefixes_shared(files: &[FileSpec], own_ref: &str) -> HashSet<String> {
         if file.artifact.as_ref().is_some_and(|a| a.object_ids.is_some()) || file.size_bytes == Some(0) {
             continue;
         }
-        let prefix = file.chunk_layout.as_ref().and_then(|l| l.object_prefix.as_deref()).unwrap_or(own_ref);
+        let prefix = file
+            .chunk_layout
+            .as_ref()
+            .and_then(|l| l.object_prefix.as_deref())
+            .unwrap_or(own_ref);
         if !seen.insert(prefix) {
             shared.insert(prefix.to_owned());
         }
@@ -529,22 +638,45 @@ fn check_path(path: &str) -> Result<(), (&'static str, String)> {
         return Err(("empty_path", "must not be empty".into()));
     }
     if path.starts_with('/') {
-        return Err(("absolute_path", format!("'{path}' is absolute: write it relative to the model's folder")));
+        return Err((
+            "absolute_path",
+            format!("'{path}' is absolute: write it relative to the model's folder"),
+        ));
     }
     if path.len() > MAX_PATH_BYTES {
-        return Err(("limit_exceeded", format!("{} bytes, the limit is {MAX_PATH_BYTES}", path.len())));
+        return Err((
+            "limit_exceeded",
+            format!("{} bytes, the limit is {MAX_PATH_BYTES}", path.len()),
+        ));
     }
     if let Some(bad) = path.chars().find(|c| c.is_control()) {
-        return Err(("invalid_character", format!("holds the control character {bad:?}")));
+        return Err((
+            "invalid_character",
+            format!("holds the control character {bad:?}"),
+        ));
     }
     for component in path.split('/') {
         match component {
-            "" => return Err(("empty_component", format!("'{path}' has an empty component ('//' or a final '/')"))),
+            "" => {
+                return Err((
+                    "empty_component",
+                    format!("'{path}' has an empty component ('//' or a final '/')"),
+                ));
+            }
             "." | ".." => {
-                return Err(("path_escapes", format!("'{path}' has the component '{component}', which may leave the folder")));
+                return Err((
+                    "path_escapes",
+                    format!("'{path}' has the component '{component}', which may leave the folder"),
+                ));
             }
             c if c.len() > MAX_PATH_COMPONENT_BYTES => {
-                return Err(("limit_exceeded", format!("a component has {} bytes, the limit is {MAX_PATH_COMPONENT_BYTES}", c.len())));
+                return Err((
+                    "limit_exceeded",
+                    format!(
+                        "a component has {} bytes, the limit is {MAX_PATH_COMPONENT_BYTES}",
+                        c.len()
+                    ),
+                ));
             }
             _ => {}
         }
@@ -555,7 +687,10 @@ fn check_path(path: &str) -> Result<(), (&'static str, String)> {
 /// A source this version can read, without credentials in it. Never repeats the URL: it may be signed.
 fn check_source(text: &str) -> Result<(), (&'static str, String)> {
     if text.len() > MAX_URL_BYTES {
-        return Err(("limit_exceeded", format!("{} bytes, the limit is {MAX_URL_BYTES}", text.len())));
+        return Err((
+            "limit_exceeded",
+            format!("{} bytes, the limit is {MAX_URL_BYTES}", text.len()),
+        ));
     }
     if text.starts_with('/') {
         return Ok(());
@@ -563,15 +698,21 @@ fn check_source(text: &str) -> Result<(), (&'static str, String)> {
     let forms = "use file:///absolute/path, /absolute/path, http:// or https://";
     let url = url::Url::parse(text).map_err(|e| ("invalid_url", format!("not a URL ({e}): {forms}")))?;
     if !url.username().is_empty() || url.password().is_some() {
-        return Err(("credentials_in_url", "user-info in a URL is refused: it would be stored and shown".into()));
+        return Err((
+            "credentials_in_url",
+            "user-info in a URL is refused: it would be stored and shown".into(),
+        ));
     }
     match url.scheme() {
         "file" if url.host_str().is_none_or(|h| h.is_empty() || h == "localhost") => Ok(()),
-        "file" => Err(("invalid_url", "a file:// URL names no host: write file:///absolute/path".into())),
+        "file" => Err((
+            "invalid_url",
+            "a file:// URL names no host: write file:///absolute/path".into(),
+        )),
         "http" | "https" => Ok(()),
-        other => Err(("unsupported_scheme", format!("'{other}:' is not supported: {forms}"))),
+        other => Err((
+            "unsupported_scheme",
+            format!("'{other}:' is not supported: {forms}"),
+        )),
     }
 }
-
-#[cfg(test)]
-mod tests;
