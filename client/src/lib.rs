@@ -1,4 +1,5 @@
 //! The node process of Mooncake distribution: sources, chunk store, swarm, transports, task executor.
 
+pub mod source;
 pub mod store;
 pub mod task;

@@ -19,17 +19,28 @@ pub struct TaskFailure {
 impl TaskFailure {
     /// A failure that another attempt may cure.
     pub fn retryable(code: &str, message: impl Into<String>) -> Self {
-        Self { code: code.to_owned(), message: message.into(), retryable: true }
+        Self {
+            code: code.to_owned(),
+            message: message.into(),
+            retryable: true,
+        }
     }
 
     /// A failure that stays until somebody changes something.
     pub fn permanent(code: &str, message: impl Into<String>) -> Self {
-        Self { code: code.to_owned(), message: message.into(), retryable: false }
+        Self {
+            code: code.to_owned(),
+            message: message.into(),
+            retryable: false,
+        }
     }
 
     /// The task was told to stop: not a fault of anybody. What was verified stays on the disk.
     pub fn canceled() -> Self {
-        Self::permanent(CODE_CANCELED, "the task was canceled; what was verified stays on the disk")
+        Self::permanent(
+            CODE_CANCELED,
+            "the task was canceled; what was verified stays on the disk",
+        )
     }
 
     /// Whether this is [`TaskFailure::canceled`].
@@ -64,6 +75,9 @@ impl TransferCounters {
 
     /// Both counts: (fetched, refetched).
     pub fn load(&self) -> (u64, u64) {
-        (self.fetched_bytes.load(Ordering::Relaxed), self.refetched_bytes.load(Ordering::Relaxed))
+        (
+            self.fetched_bytes.load(Ordering::Relaxed),
+            self.refetched_bytes.load(Ordering::Relaxed),
+        )
     }
 }

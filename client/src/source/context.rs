@@ -1,0 +1,180 @@
+//! What the parts of one acquisition share, and their way to the disk.
+
+use super::{AllowList, Location, SourceConfig, http::Fetcher, limits};
+use crate::{
+    store::Artifact,
+    task::{TaskFailure, TransferCounters},
+};
+use mooncake_proto::manifest::Checksum;
+use std::{
+    fmt::Display,
+    ops::Range,
+    sync::{Arc, OnceLock},
+};
+use tokio::task::{JoinError, JoinHandle};
+use tokio_util::task::TaskTracker;
+
+/// One file to read.
+#[derive(Clone, Debug)]
+pub(super) struct SourceFile {
+    /// In the manifest; for messages.
+    pub(super) path: String,
+    pub(super) size_bytes: u64,
+    pub(super) checksum: Checksum,
+    pub(super) location: Location,
+    pub(super) blocks: Range<u32>,
+    /// Whether some blocks were there already, from an earlier acquisition.
+    pub(super) carried_over: bool,
+    /// Writes of this file under way.
+    pub(super) writes: TaskTracker,
+}
+
+impl SourceFile {
+    /// The size of the source is not the manifest's.
+    pub(super) fn size_mismatch(&self, found: impl Display) -> TaskFailure {
+        TaskFailure::permanent(
+            "size_mismatch",
+            format!(
+                "{} (the source of '{}') has {found}, but the manifest says {} bytes: correct the manifest or the source",
+                self.location, self.path, self.size_bytes
+            ),
+        )
+    }
+
+    /// The source is not what it was when this acquisition began.
+    pub(super) fn changed(&self, how: impl Display) -> TaskFailure {
+        TaskFailure::retryable(
+            "source_changed",
+            format!(
+                "{} (the source of '{}') changed while it was read ({how}): what was read of it is discarded; \
+                 make sure that nobody writes it, then try again",
+                self.location, self.path
+            ),
+        )
+    }
+}
+
+/// A failure of this node's disk.
+pub(super) fn disk_failure(code: &str, error: &dyn std::error::Error) -> TaskFailure {
+    let failure = TaskFailure::permanent(code, error.to_string());
+    // Closed staging is somebody else's decision, and a new attempt begins it again.
+    TaskFailure {
+        retryable: code == "staging_closed",
+        ..failure
+    }
+}
+
+pub(super) struct Context {
+    pub(super) artifact: Arc<Artifact>,
+    pub(super) allow: AllowList,
+    pub(super) counters: Arc<TransferCounters>,
+    pub(super) config: SourceConfig,
+    pub(super) buffers: Arc<limits::Buffers>,
+    /// Made for the first file that needs it.
+    fetcher: OnceLock<Result<Fetcher, TaskFailure>>,
+    /// Every disk operation under way.
+    tracker: TaskTracker,
+}
+
+impl Context {
+    pub(super) fn new(
+        artifact: Arc<Artifact>,
+        allow: AllowList,
+        counters: Arc<TransferCounters>,
+        config: SourceConfig,
+    ) -> Self {
+        let buffers = limits::Buffers::new(artifact.blocks().block_size());
+        Self {
+            artifact,
+            allow,
+            counters,
+            config,
+            buffers,
+            fetcher: OnceLock::new(),
+            tracker: TaskTracker::new(),
+        }
+    }
+
+    pub(super) fn fetcher(&self) -> Result<&Fetcher, TaskFailure> {
+        self.fetcher
+            .get_or_init(|| Fetcher::new(self.allow.clone(), &self.config))
+            .as_ref()
+            .map_err(TaskFailure::clone)
+    }
+
+    /// Runs `work` where it may block. It goes on to its end even if nobody waits for it any more; `drain`
+    /// does.
+    pub(super) async fn blocking<T: Send + 'static>(
+        &self,
+        work: impl FnOnce() -> Result<T, TaskFailure> + Send + 'static,
+    ) -> Result<T, TaskFailure> {
+        finished(self.tracker.spawn_blocking(work).await)
+    }
+
+    /// Hashes and writes one block, beginning at once.
+    pub(super) fn write(&self, file: &SourceFile, block: u32, buffer: limits::Buffer) -> Writing {
+        let artifact = self.artifact.clone();
+        let token = file.writes.token();
+        let handle = self.tracker.spawn_blocking(move || {
+            let _until_done = token;
+            artifact
+                .write_own_block(block, &buffer.bytes)
+                .map(drop)
+                .map_err(|e| disk_failure(e.code(), &e))
+        });
+        Writing(handle)
+    }
+
+    /// Durably gives blocks up.
+    pub(super) async fn forget(&self, blocks: Range<u32>) -> Result<(), TaskFailure> {
+        let artifact = self.artifact.clone();
+        self.blocking(move || {
+            let held: Vec<u32> = blocks.filter(|&b| artifact.has(b)).collect();
+            artifact.forget(&held).map_err(|e| {
+                let message = format!(
+                    "cannot discard blocks of {} that proved wrong: {e}",
+                    artifact.model()
+                );
+                TaskFailure::retryable("disk_error", message)
+            })
+        })
+        .await
+    }
+
+    /// Waits until no disk operation of this acquisition is under way, or gives up waiting.
+    pub(super) async fn drain(&self) {
+        quiet(&self.tracker).await;
+    }
+}
+
+/// A write under way; it goes on if this is dropped.
+pub(super) struct Writing(JoinHandle<Result<(), TaskFailure>>);
+
+impl Writing {
+    /// Its end.
+    pub(super) async fn done(self) -> Result<(), TaskFailure> {
+        finished(self.0.await)
+    }
+}
+
+fn finished<T>(result: Result<Result<T, TaskFailure>, JoinError>) -> Result<T, TaskFailure> {
+    match result {
+        Ok(result) => result,
+        Err(e) if e.is_panic() => std::panic::resume_unwind(e.into_panic()),
+        // Only a runtime that shuts down cancels blocking work.
+        Err(_) => Err(TaskFailure::canceled()),
+    }
+}
+
+/// Waits, within a bound, until nothing that `tracker` follows is under way.
+pub(super) async fn quiet(tracker: &TaskTracker) {
+    tracker.close();
+    if tokio::time::timeout(limits::DRAIN_TIMEOUT, tracker.wait())
+        .await
+        .is_err()
+    {
+        tracing::warn!(
+            "disk operations of an ended transfer still go on: is the disk or a network share stuck?"
+        );
+    }
+}

@@ -1,0 +1,120 @@
+//! The body of an answer, read in pieces of known length, never further than wanted.
+
+use super::{
+    fetcher::{Trouble, chain},
+    marks_its_end,
+};
+use crate::{
+    source::context::{Context, SourceFile},
+    task::{TaskFailure, TransferCounters},
+};
+use bytes::{Buf, Bytes};
+use reqwest::Response;
+use std::{sync::Arc, time::Duration};
+
+pub(super) struct Body {
+    answer: Response,
+    /// Received, not yet taken.
+    rest: Bytes,
+    received: u64,
+    marks_its_end: bool,
+    ended: bool,
+    no_progress_timeout: Duration,
+    counters: Arc<TransferCounters>,
+}
+
+impl Body {
+    pub(super) fn new(answer: Response, context: &Context) -> Self {
+        Self {
+            marks_its_end: marks_its_end(answer.headers()),
+            answer,
+            rest: Bytes::new(),
+            received: 0,
+            ended: false,
+            no_progress_timeout: context.config.no_progress_timeout,
+            counters: context.counters.clone(),
+        }
+    }
+
+    /// Bytes received so far.
+    pub(super) fn received(&self) -> u64 {
+        self.received
+    }
+
+    /// Whether the server itself said that there is no more.
+    pub(super) fn ended_properly(&self) -> bool {
+        self.ended && self.marks_its_end
+    }
+
+    /// The next bytes; none at the end. `rest` is empty before.
+    async fn next(&mut self) -> Result<bool, Trouble> {
+        loop {
+            let chunk = match tokio::time::timeout(self.no_progress_timeout, self.answer.chunk()).await {
+                Ok(Ok(Some(chunk))) => chunk,
+                Ok(Ok(None)) => {
+                    self.ended = true;
+                    return Ok(false);
+                }
+                Ok(Err(e)) => {
+                    let why = chain(&e.without_url());
+                    return Err(Trouble::transient(format!(
+                        "cut off after {} bytes: {why}",
+                        self.received
+                    )));
+                }
+                Err(_) => {
+                    let limit = self.no_progress_timeout;
+                    let why = format!("no byte arrived for {limit:?}, after {} bytes", self.received);
+                    return Err(Trouble::transient(why));
+                }
+            };
+            if !chunk.is_empty() {
+                self.received += chunk.len() as u64;
+                self.counters.add_fetched(chunk.len() as u64);
+                self.rest = chunk;
+                return Ok(true);
+            }
+        }
+    }
+
+    async fn more(&mut self) -> Result<(), Trouble> {
+        if !self.rest.is_empty() || self.next().await? {
+            return Ok(());
+        }
+        Err(Trouble::transient(format!(
+            "the answer ended early, after {} bytes",
+            self.received
+        )))
+    }
+
+    /// Appends bytes until `buffer` holds `len`.
+    pub(super) async fn fill(&mut self, buffer: &mut Vec<u8>, len: usize) -> Result<(), Trouble> {
+        while buffer.len() < len {
+            self.more().await?;
+            let take = self.rest.len().min(len - buffer.len());
+            buffer.extend_from_slice(&self.rest[..take]);
+            self.rest.advance(take);
+        }
+        Ok(())
+    }
+
+    /// Passes over bytes that are held already.
+    pub(super) async fn skip(&mut self, mut len: u64) -> Result<(), Trouble> {
+        while len > 0 {
+            self.more().await?;
+            let take = (self.rest.len() as u64).min(len);
+            self.rest.advance(take as usize);
+            self.counters.add_refetched(take);
+            len -= take;
+        }
+        Ok(())
+    }
+
+    /// Everything wanted was taken: there must be nothing more.
+    pub(super) async fn end(&mut self, file: &SourceFile) -> Result<(), Trouble> {
+        if self.rest.is_empty() && !self.next().await? {
+            return Ok(());
+        }
+        Err(TaskFailure::from(file.size_mismatch("more bytes in its answer than there should be")).into())
+    }
+}

@@ -1,0 +1,195 @@
+//! Sources on this machine: `file://` and absolute paths.
+//!
+//! Guaranteed: what is opened is the path that was compared with the allow list, with every symbolic link
+//! resolved beforehand and none followed afterwards (where the kernel knows `openat2`; elsewhere only the last
+//! component is protected against an exchange in between); a regular file; of the declared size before and
+//! after. Not guaranteed: that somebody who changes a file and sets its time back is noticed by anything but
+//! the checksum.
+
+use super::{
+    AllowList, Location,
+    context::{Context, SourceFile},
+    limits::Buffer,
+};
+use crate::task::TaskFailure;
+use futures_util::{StreamExt, stream::FuturesUnordered};
+use rustix::fs::{CWD, Mode, OFlags, ResolveFlags};
+use std::{
+    fs::{File, Metadata},
+    io,
+    os::unix::fs::{FileExt, MetadataExt},
+    path::Path,
+    sync::Arc,
+};
+
+/// Blocks of one file between disk and disk at once: one is read while the other is hashed and written.
+const BLOCKS_AT_ONCE: usize = 2;
+
+/// Which version of a file was opened.
+#[derive(Clone, Copy, Debug, PartialEq, Eq)]
+pub(super) struct Version {
+    size_bytes: u64,
+    modified: (i64, i64),
+    changed: (i64, i64),
+}
+
+impl Version {
+    fn of(meta: &Metadata) -> Self {
+        Self {
+            size_bytes: meta.size(),
+            modified: (meta.mtime(), meta.mtime_nsec()),
+            changed: (meta.ctime(), meta.ctime_nsec()),
+        }
+    }
+}
+
+/// Opens a file's source after all checks. Blocking.
+pub(super) fn open(allow: &AllowList, file: &SourceFile) -> Result<(File, Version), TaskFailure> {
+    let Location::Path(path) = &file.location else {
+        unreachable!("only called for paths")
+    };
+    let resolved = match path.canonicalize() {
+        Ok(resolved) => resolved,
+        // Whether a path outside exists is nobody's business.
+        Err(e) if allow.allows_as_written(path) => return Err(cannot_read(file, &e)),
+        Err(_) => return Err(allow.refusal(&file.path, &file.location)),
+    };
+    if !allow.allows_resolved(&resolved) {
+        return Err(allow.refusal(&file.path, &file.location));
+    }
+    let opened = open_resolved(&resolved).map_err(|e| cannot_read(file, &e))?;
+    let meta = opened.metadata().map_err(|e| cannot_read(file, &e))?;
+    if !meta.is_file() {
+        let kind = if meta.is_dir() {
+            "a folder"
+        } else {
+            "not a regular file"
+        };
+        let message = format!(
+            "{} (the source of '{}') is {kind}: name a regular file",
+            file.location, file.path
+        );
+        return Err(TaskFailure::permanent("source_not_a_file", message));
+    }
+    if meta.size() != file.size_bytes {
+        return Err(file.size_mismatch(format!("{} bytes", meta.size())));
+    }
+    let version = Version::of(&meta);
+    Ok((opened, version))
+}
+
+/// Opens a path that holds no symbolic link, and does not follow one that was put there meanwhile. Does not
+/// wait for the writer of a FIFO either.
+fn open_resolved(path: &Path) -> io::Result<File> {
+    let flags = OFlags::RDONLY | OFlags::CLOEXEC | OFlags::NOFOLLOW | OFlags::NONBLOCK | OFlags::NOCTTY;
+    match rustix::fs::openat2(CWD, path, flags, Mode::empty(), ResolveFlags::NO_SYMLINKS) {
+        Ok(fd) => Ok(fd.into()),
+        // Old kernels, and containers whose filter does not know the call.
+        Err(rustix::io::Errno::NOSYS | rustix::io::Errno::PERM) => {
+            Ok(rustix::fs::open(path, flags, Mode::empty())?.into())
+        }
+        Err(e) => Err(e.into()),
+    }
+}
+
+fn cannot_read(file: &SourceFile, error: &io::Error) -> TaskFailure {
+    let what = format!(
+        "cannot read {} (the source of '{}'): {error}",
+        file.location, file.path
+    );
+    match error.kind() {
+        io::ErrorKind::NotFound | io::ErrorKind::NotADirectory => TaskFailure::permanent(
+            "source_not_found",
+            format!("{what}; it must exist on the seed node, under this very path"),
+        ),
+        io::ErrorKind::PermissionDenied => TaskFailure::permanent(
+            "source_forbidden",
+            format!("{what}; let the user of the client read it"),
+        ),
+        _ => TaskFailure::retryable(
+            "source_unavailable",
+            format!("{what}; check the disk or the network share"),
+        ),
+    }
+}
+
+/// Copies what is missing of one file.
+pub(super) async fn fetch(context: &Arc<Context>, file: &Arc<SourceFile>) -> Result<(), TaskFailure> {
+    let mut missing = file
+        .blocks
+        .clone()
+        .filter(|&b| !context.artifact.has(b))
+        .peekable();
+    if missing.peek().is_none() {
+        return Ok(());
+    }
+    let (looked_at, what) = (context.clone(), file.clone());
+    let opened = context.blocking(move || open(&looked_at.allow, &what));
+    let (source, version) = in_time(context, file, opened).await?;
+    // Advice only: some filesystems have none to take.
+    let _ = rustix::fs::fadvise(&source, 0, None, rustix::fs::Advice::Sequential);
+    let source = Arc::new(source);
+    let mut copies = FuturesUnordered::new();
+    loop {
+        while copies.len() < BLOCKS_AT_ONCE
+            && let Some(block) = missing.next()
+        {
+            let buffer = context.buffers.take();
+            copies.push(copy(context, file, &source, block, buffer));
+        }
+        match copies.next().await {
+            Some(result) => result?,
+            None => break,
+        }
+    }
+    let after = source.clone();
+    let after = context.blocking(move || Ok(after.metadata().map(|m| Version::of(&m))));
+    match in_time(context, file, after).await? {
+        Ok(after) if after == version => Ok(()),
+        Ok(_) => Err(file.changed("its size or modification time is another now")),
+        Err(e) => Err(cannot_read(file, &e)),
+    }
+}
+
+async fn copy(
+    context: &Arc<Context>,
+    file: &Arc<SourceFile>,
+    source: &Arc<File>,
+    block: u32,
+    buffer: impl Future<Output = Buffer>,
+) -> Result<(), TaskFailure> {
+    let range = context
+        .artifact
+        .blocks()
+        .locate(block)
+        .expect("a block of this artifact");
+    let mut buffer = buffer.await;
+    let (source, what) = (source.clone(), file.clone());
+    let read = context.blocking(move || {
+        buffer.bytes.resize(range.len as usize, 0);
+        match source.read_exact_at(&mut buffer.bytes, range.offset) {
+            Ok(()) => Ok(buffer),
+            Err(e) if e.kind() == io::ErrorKind::UnexpectedEof => Err(what.changed("it became shorter")),
+            Err(e) => Err(cannot_read(&what, &e)),
+        }
+    });
+    let buffer = in_time(context, file, read).await?;
+    context.counters.add_fetched(range.len.into());
+    context.write(file, block, buffer).done().await
+}
+
+/// A network share that hangs must not hang the job for ever.
+async fn in_time<T>(
+    context: &Context,
+    file: &SourceFile,
+    work: impl Future<Output = Result<T, TaskFailure>>,
+) -> Result<T, TaskFailure> {
+    let limit = context.config.no_progress_timeout;
+    tokio::time::timeout(limit, work).await.unwrap_or_else(|_| {
+        let message = format!(
+            "{} (the source of '{}') gave nothing for {limit:?}: check the disk or the network share",
+            file.location, file.path
+        );
+        Err(TaskFailure::retryable("source_unavailable", message))
+    })
+}
