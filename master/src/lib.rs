@@ -1,1 +1,3 @@
-//! placeholder
+//! The master: Raft, HTTP API, node sessions, reconciler.
+
+pub mod plan;

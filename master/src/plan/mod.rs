@@ -1,0 +1,93 @@
+//! The planner: what the leader does next, as a pure function of the replicated state and of what it observes.
+//!
+//! Guaranteed: no clock, no I/O; the same input gives the same intents. An intent is only given while the state
+//! asks for it, so calling [`plan`] again and again converges: once everything proposed is applied, everything
+//! sent is noted with [`Observed::sent`] and nothing new is observed, it returns nothing.
+//! Not guaranteed: that a proposal still matches when it is applied (it is fenced and then refused as stale), nor
+//! that an order arrives (it is sent again in the next session).
+//!
+//! The caller should apply what was proposed before it plans again: planning on an old state only repeats
+//! proposals.
+
+mod nodes;
+mod observed;
+mod order;
+mod peers;
+mod tasks;
+
+pub use observed::{Held, HeldState, Observed, PlanConfig, Sent, Session, Space, StagedReport};
+pub use order::{Intent, Order, OrderBody, Peer};
+pub use peers::MAX_PEERS;
+
+use mooncake_state::{Command, State};
+
+/// See the module.
+pub fn plan(state: &State, observed: &Observed, now_ms: u64) -> Vec<Intent> {
+    let mut plan = Plan {
+        state,
+        observed,
+        now_ms,
+        intents: Vec::new(),
+    };
+    plan.upkeep();
+    plan.judge_nodes();
+    plan.compare_holdings();
+    for model in state.wanted_models() {
+        plan.authorise(model);
+    }
+    plan.order();
+    plan.stop_unwanted();
+    plan.intents
+}
+
+/// When [`plan`] may next have something to do although nothing changed: the nearest of its time-outs.
+pub fn next_wake_ms(state: &State, observed: &Observed, now_ms: u64) -> Option<u64> {
+    let window_end = Some(observed.window_end_ms());
+    let silent = state
+        .nodes()
+        .filter(|(id, node)| {
+            node.status == mooncake_proto::api::NodeStatus::Suspected && !observed.sessions.contains_key(*id)
+        })
+        .map(|(_, node)| node.since_ms.saturating_add(observed.config.grace_ms))
+        .min();
+    let retry = state
+        .wanted_models()
+        .filter_map(|m| state.artifact(m))
+        .flat_map(|a| a.placements.values())
+        .map(|p| p.not_before_ms)
+        .filter(|at| *at > now_ms)
+        .min();
+    [window_end, silent, retry, state.next_deadline_ms()]
+        .into_iter()
+        .flatten()
+        .filter(|at| *at > now_ms)
+        .min()
+}
+
+/// One call of [`plan`].
+struct Plan<'a> {
+    state: &'a State,
+    observed: &'a Observed,
+    now_ms: u64,
+    intents: Vec<Intent>,
+}
+
+impl Plan<'_> {
+    fn propose(&mut self, command: Command) {
+        self.intents.push(Intent::Propose(command));
+    }
+
+    /// Deadlines and retention.
+    fn upkeep(&mut self) {
+        let now_ms = self.now_ms;
+        if self.state.next_deadline_ms().is_some_and(|at| at <= now_ms) {
+            self.propose(Command::Tick { now_ms });
+        }
+        if self.state.prune_due(now_ms) {
+            self.propose(Command::Prune { now_ms });
+        }
+    }
+}
+
+#[cfg(test)]
+mod tests;

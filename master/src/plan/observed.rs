@@ -1,0 +1,269 @@
+//! What the leader knows beyond the state: who is connected, what they hold, what they were told.
+//!
+//! Nothing here is worth saving: a new leader begins with [`Observed::new`] and hears it all again. All times are
+//! of the same wall clock as `now_ms`.
+
+use super::order::{Order, OrderBody, Peer};
+use mooncake_proto::{
+    digest::Digest,
+    ids::{ModelRef, NodeId},
+    manifest::Seal,
+};
+use mooncake_state::{Fence, TaskKind};
+use std::collections::BTreeMap;
+
+/// See the module.
+#[derive(Clone, Debug)]
+pub struct Observed {
+    /// When this master became leader, or noticed that it had been stalled itself: nobody's silence counts from
+    /// before.
+    pub leader_since_ms: u64,
+    /// Time-outs.
+    pub config: PlanConfig,
+    /// The nodes with an open session, whose registration is committed.
+    pub sessions: BTreeMap<NodeId, Session>,
+}
+
+/// Time-outs.
+#[derive(Clone, Copy, Debug, PartialEq, Eq)]
+pub struct PlanConfig {
+    /// How long a new leader waits for nodes to come back before it judges silence or downloads again.
+    pub reconnect_window_ms: u64,
+    /// How long a suspected node has to come back before it is down.
+    pub grace_ms: u64,
+}
+
+impl Default for PlanConfig {
+    fn default() -> Self {
+        Self {
+            reconnect_window_ms: 5_000,
+            grace_ms: 30_000,
+        }
+    }
+}
+
+/// One open session.
+#[derive(Clone, Debug, PartialEq, Eq)]
+pub struct Session {
+    /// As registered.
+    pub incarnation: u64,
+    /// When it was opened.
+    pub opened_ms: u64,
+    /// Everything held has been named.
+    pub inventory_complete: bool,
+    /// The last measurement of its disk.
+    pub space: Option<Space>,
+    /// What it holds. What is absent is not in the map.
+    pub holdings: BTreeMap<ModelRef, Held>,
+    /// The last order per artifact in this session.
+    pub sent: BTreeMap<ModelRef, Sent>,
+}
+
+/// A measurement of a node's disk.
+#[derive(Clone, Copy, Debug, PartialEq, Eq)]
+pub struct Space {
+    /// Size of the filesystem.
+    pub capacity_bytes: u64,
+    /// Free.
+    pub free_bytes: u64,
+    /// When it came in.
+    pub measured_ms: u64,
+}
+
+/// What a node holds of one artifact.
+#[derive(Clone, Debug, PartialEq, Eq)]
+pub struct Held {
+    /// Of the artifact.
+    pub generation: u64,
+    /// Of the artifact.
+    pub manifest: Digest,
+    /// How much.
+    pub state: HeldState,
+    /// Bytes whose digest held.
+    pub verified_bytes: u64,
+    /// What its own digest list reproduces, once whole.
+    pub seal: Option<Seal>,
+    /// The final folder, once staged.
+    pub local_path: String,
+    /// The highest fence it obeyed for this artifact.
+    pub fence: Fence,
+    /// It was part of the inventory at the beginning of the session, and nothing was said of it since. Set by
+    /// [`Session::hold`].
+    pub from_inventory: bool,
+}
+
+/// How much a node holds.
+#[derive(Clone, Copy, Debug, PartialEq, Eq, PartialOrd, Ord)]
+pub enum HeldState {
+    /// Some verified blocks.
+    Partial,
+    /// Every block, not published.
+    Whole,
+    /// Published.
+    Staged,
+}
+
+/// The last order sent for one artifact.
+#[derive(Clone, Debug, PartialEq, Eq)]
+pub struct Sent {
+    /// Its fence.
+    pub fence: Fence,
+    /// The task it began, as far as it still runs; `None` after a revoke or delete, and once it reported its end.
+    pub running: Option<TaskKind>,
+    /// The seal it was told.
+    pub seal: Option<Seal>,
+    /// The peers it was told.
+    pub peers: Vec<Peer>,
+    /// A delete was sent: once is enough in one session.
+    pub deleted: bool,
+}
+
+impl Observed {
+    /// What a new leader knows: nothing.
+    pub fn new(leader_since_ms: u64, config: PlanConfig) -> Self {
+        Self {
+            leader_since_ms,
+            config,
+            sessions: BTreeMap::new(),
+        }
+    }
+
+    /// A node registered (the command is committed): its session begins. An older one of the same node is replaced.
+    pub fn open(&mut self, node: NodeId, incarnation: u64, now_ms: u64) -> &mut Session {
+        let session = Session {
+            incarnation,
+            opened_ms: now_ms,
+            inventory_complete: false,
+            space: None,
+            holdings: BTreeMap::new(),
+            sent: BTreeMap::new(),
+        };
+        self.sessions.insert(node.clone(), session);
+        self.sessions.get_mut(&node).expect("just inserted")
+    }
+
+    /// The session ended.
+    pub fn close(&mut self, node: &NodeId) {
+        self.sessions.remove(node);
+    }
+
+    /// An order was handed to the node's session.
+    pub fn sent(&mut self, node: &NodeId, order: &Order) {
+        if let Some(session) = self.sessions.get_mut(node) {
+            session.sent(order);
+        }
+    }
+
+    /// Until when a node that has not come back may still be on its way to a new leader.
+    pub(super) fn window_end_ms(&self) -> u64 {
+        self.leader_since_ms
+            .saturating_add(self.config.reconnect_window_ms)
+    }
+}
+
+impl Session {
+    /// The node named what it holds of `model`; `None`: nothing any more.
+    pub fn hold(&mut self, model: ModelRef, held: Option<Held>) {
+        match held {
+            Some(mut held) => {
+                held.from_inventory = !self.inventory_complete;
+                self.holdings.insert(model, held);
+            }
+            None => {
+                self.holdings.remove(&model);
+            }
+        }
+    }
+
+    /// A task reported its end. Call it before the report is proposed, so that what is held is never behind what
+    /// is committed.
+    pub fn task_ended(&mut self, model: &ModelRef, fence: Fence, staged: Option<StagedReport>) {
+        if let Some(sent) = self.sent.get_mut(model)
+            && sent.fence == fence
+        {
+            sent.running = None;
+        }
+        if let Some(report) = staged {
+            let held = Held {
+                generation: report.generation,
+                manifest: report.manifest,
+                state: HeldState::Staged,
+                verified_bytes: report.total_size_bytes,
+                seal: Some(report.seal),
+                local_path: report.local_path,
+                fence,
+                from_inventory: false,
+            };
+            self.holdings.insert(model.clone(), held);
+        }
+    }
+
+    /// The download holds every byte: see [`Session::task_ended`] for when to call it.
+    pub fn acquired(&mut self, model: &ModelRef, seal: Seal) {
+        if let Some(held) = self.holdings.get_mut(model) {
+            held.state = held.state.max(HeldState::Whole);
+            held.seal = Some(seal);
+            held.from_inventory = false;
+        }
+    }
+
+    /// See [`Observed::sent`].
+    pub fn sent(&mut self, order: &Order) {
+        let sent = self
+            .sent
+            .entry(order.model.clone())
+            .or_insert_with(|| Sent::new(order.fence));
+        match &order.body {
+            OrderBody::Acquire(_) => {
+                *sent = Sent {
+                    running: Some(TaskKind::Acquire),
+                    ..Sent::new(order.fence)
+                };
+            }
+            OrderBody::Replicate { peers, seal, .. } => {
+                *sent = Sent {
+                    running: Some(TaskKind::Replicate),
+                    seal: *seal,
+                    peers: peers.clone(),
+                    ..Sent::new(order.fence)
+                };
+            }
+            OrderBody::PeersChanged { peers } => sent.peers = peers.clone(),
+            OrderBody::Sealed { seal } => sent.seal = Some(*seal),
+            OrderBody::Revoke { .. } => *sent = Sent::new(order.fence),
+            OrderBody::Delete { .. } => {
+                *sent = Sent {
+                    deleted: true,
+                    ..Sent::new(order.fence)
+                }
+            }
+        }
+    }
+}
+
+/// What a task that staged reported.
+#[derive(Clone, Debug, PartialEq, Eq)]
+pub struct StagedReport {
+    /// Of the artifact.
+    pub generation: u64,
+    /// Of the artifact.
+    pub manifest: Digest,
+    /// Of the artifact.
+    pub total_size_bytes: u64,
+    /// What the node's digest list reproduces.
+    pub seal: Seal,
+    /// The final folder.
+    pub local_path: String,
+}
+
+impl Sent {
+    fn new(fence: Fence) -> Self {
+        Self {
+            fence,
+            running: None,
+            seal: None,
+            peers: Vec::new(),
+            deleted: false,
+        }
+    }
+}
