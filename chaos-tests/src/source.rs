@@ -1,0 +1,247 @@
+//! An HTTP source on loopback that counts what it served and misbehaves on request.
+
+use anyhow::Result;
+use axum::{
+    Router,
+    body::Body,
+    extract::{Path as UrlPath, State},
+    http::{HeaderMap, HeaderValue, Response, StatusCode, header},
+};
+use bytes::Bytes;
+use futures_util::stream;
+use parking_lot::Mutex;
+use std::{
+    collections::HashMap,
+    fs::File,
+    io,
+    os::unix::fs::FileExt,
+    path::{Path, PathBuf},
+    sync::Arc,
+    time::Duration,
+};
+use tokio::time::Instant;
+
+/// Bytes per body frame.
+const FRAME_BYTES: u64 = 64 << 10;
+
+/// How the source answers.
+#[derive(Clone, Copy, Debug, PartialEq, Eq)]
+pub enum Behaviour {
+    /// Ranges, strong ETags.
+    Honest,
+    /// 200 with the whole body to every request.
+    NoRanges,
+    /// No ranges, and the connection is cut after this many bytes.
+    CutWithoutRanges {
+        /// Bytes of the body before the cut.
+        after_bytes: u64,
+    },
+    /// 404.
+    NotFound,
+}
+
+struct Shared {
+    folder: PathBuf,
+    behaviour: Mutex<Behaviour>,
+    bytes_per_second: Mutex<Option<u64>>,
+    /// When the link is free again, under `bytes_per_second`.
+    free_at: Mutex<Instant>,
+    /// Times each byte of each path was served, as ranges.
+    served: Mutex<HashMap<String, Vec<(u64, u64)>>>,
+    requests: Mutex<u64>,
+}
+
+/// The server; it stops on drop.
+pub struct HttpSource {
+    /// `http://127.0.0.1:port`.
+    pub url: String,
+    shared: Arc<Shared>,
+    task: tokio::task::JoinHandle<()>,
+}
+
+impl HttpSource {
+    /// Serves the files below `folder`.
+    pub async fn start(folder: &Path) -> Result<Self> {
+        let shared = Arc::new(Shared {
+            folder: folder.to_owned(),
+            behaviour: Mutex::new(Behaviour::Honest),
+            bytes_per_second: Mutex::new(None),
+            free_at: Mutex::new(Instant::now()),
+            served: Mutex::default(),
+            requests: Mutex::new(0),
+        });
+        let listener = tokio::net::TcpListener::bind("127.0.0.1:0").await?;
+        let url = format!("http://{}", listener.local_addr()?);
+        let app = Router::new()
+            .route("/{*path}", axum::routing::get(serve))
+            .with_state(shared.clone());
+        let task = tokio::spawn(async move {
+            let _ = axum::serve(listener, app).await;
+        });
+        Ok(Self { url, shared, task })
+    }
+
+    /// From now on.
+    pub fn behave(&self, behaviour: Behaviour) {
+        *self.shared.behaviour.lock() = behaviour;
+    }
+
+    /// Limits the source as a whole; `None`: unlimited.
+    pub fn limit_rate(&self, bytes_per_second: Option<u64>) {
+        *self.shared.bytes_per_second.lock() = bytes_per_second;
+    }
+
+    /// Body bytes handed to the network so far.
+    pub fn bytes_served(&self) -> u64 {
+        self.shared
+            .served
+            .lock()
+            .values()
+            .flatten()
+            .map(|(a, b)| b - a)
+            .sum()
+    }
+
+    /// Body bytes that were served more than once.
+    pub fn bytes_served_again(&self) -> u64 {
+        let served = self.shared.served.lock();
+        served
+            .values()
+            .map(|ranges| ranges.iter().map(|(a, b)| b - a).sum::<u64>() - union(ranges))
+            .sum()
+    }
+
+    /// Requests so far.
+    pub fn requests(&self) -> u64 {
+        *self.shared.requests.lock()
+    }
+
+    /// Forgets the counts.
+    pub fn reset_counts(&self) {
+        self.shared.served.lock().clear();
+        *self.shared.requests.lock() = 0;
+    }
+}
+
+impl Drop for HttpSource {
+    fn drop(&mut self) {
+        self.task.abort();
+    }
+}
+
+fn union(ranges: &[(u64, u64)]) -> u64 {
+    let mut sorted = ranges.to_vec();
+    sorted.sort_unstable();
+    let (mut total, mut end) = (0, 0);
+    for (a, b) in sorted {
+        total += b.saturating_sub(a.max(end));
+        end = end.max(b);
+    }
+    total
+}
+
+async fn serve(
+    State(shared): State<Arc<Shared>>,
+    UrlPath(path): UrlPath<String>,
+    headers: HeaderMap,
+) -> Response<Body> {
+    *shared.requests.lock() += 1;
+    let behaviour = *shared.behaviour.lock();
+    let file = if behaviour == Behaviour::NotFound || path.split('/').any(|c| c == "..") {
+        None
+    } else {
+        File::open(shared.folder.join(&path)).ok()
+    };
+    let Some(file) = file else {
+        return answer(StatusCode::NOT_FOUND, Body::from("there is no such object here"));
+    };
+    let size = file.metadata().map(|m| m.len()).unwrap_or(0);
+    let range = match behaviour {
+        Behaviour::Honest => headers
+            .get(header::RANGE)
+            .and_then(|r| parse_range(r.to_str().ok()?, size)),
+        _ => None,
+    };
+    let (start, end) = range.unwrap_or((0, size));
+    let mut response = answer(
+        if range.is_some() {
+            StatusCode::PARTIAL_CONTENT
+        } else {
+            StatusCode::OK
+        },
+        Body::from_stream(frames(shared, path, file, start, end, behaviour)),
+    );
+    let h = response.headers_mut();
+    h.insert(header::CONTENT_LENGTH, HeaderValue::from(end - start));
+    h.insert(header::ETAG, HeaderValue::from_static("\"v1\""));
+    if behaviour == Behaviour::Honest {
+        h.insert(header::ACCEPT_RANGES, HeaderValue::from_static("bytes"));
+    }
+    if range.is_some() {
+        let value = format!("bytes {start}-{}/{size}", end - 1);
+        h.insert(
+            header::CONTENT_RANGE,
+            HeaderValue::from_str(&value).expect("ascii"),
+        );
+    }
+    response
+}
+
+fn answer(status: StatusCode, body: Body) -> Response<Body> {
+    let mut response = Response::new(body);
+    *response.status_mut() = status;
+    response
+}
+
+/// `bytes=a-b` or `bytes=a-` as a half-open range.
+fn parse_range(text: &str, size: u64) -> Option<(u64, u64)> {
+    let (a, b) = text.strip_prefix("bytes=")?.split_once('-')?;
+    let start: u64 = a.parse().ok()?;
+    let end = if b.is_empty() {
+        size
+    } else {
+        b.parse::<u64>().ok()? + 1
+    };
+    (start < end && start < size).then_some((start, end.min(size)))
+}
+
+fn frames(
+    shared: Arc<Shared>,
+    path: String,
+    file: File,
+    start: u64,
+    end: u64,
+    behaviour: Behaviour,
+) -> impl futures_util::Stream<Item = io::Result<Bytes>> {
+    let file = Arc::new(file);
+    stream::unfold(start, move |at| {
+        let (shared, path, file) = (shared.clone(), path.clone(), file.clone());
+        async move {
+            if at >= end {
+                return None;
+            }
+            if let Behaviour::CutWithoutRanges { after_bytes } = behaviour
+                && at - start >= after_bytes
+            {
+                return Some((Err(io::Error::from(io::ErrorKind::ConnectionReset)), end));
+            }
+            let len = FRAME_BYTES.min(end - at);
+            let rate = *shared.bytes_per_second.lock();
+            if let Some(rate) = rate {
+                let slot = {
+                    let mut free_at = shared.free_at.lock();
+                    let slot = (*free_at).max(Instant::now());
+                    *free_at = slot + Duration::from_secs_f64(len as f64 / rate as f64);
+                    slot
+                };
+                tokio::time::sleep_until(slot).await;
+            }
+            let mut frame = vec![0; len as usize];
+            if let Err(e) = file.read_exact_at(&mut frame, at) {
+                return Some((Err(e), end));
+            }
+            shared.served.lock().entry(path).or_default().push((at, at + len));
+            Some((Ok(Bytes::from(frame)), at + len))
+        }
+    })
+}

@@ -1,0 +1,120 @@
+//! Without the cluster's secret, or with another cluster's, nobody gets in, and both ends say why.
+
+use anyhow::{Context, Result, ensure};
+use mooncake_chaos::{Cluster, ClusterOptions, cluster::Process};
+use std::time::{Duration, Instant};
+
+const SECRET: &str = "a secret of the cluster under test";
+
+async fn wait_log(process: &Process, text: &str) -> Result<()> {
+    let until = Instant::now() + Duration::from_secs(20);
+    while !process.log().contains(text) {
+        ensure!(
+            Instant::now() < until,
+            "{} never logs '{text}'\n{}",
+            process.name,
+            process.log_tail()
+        );
+        tokio::time::sleep(Duration::from_millis(50)).await;
+    }
+    Ok(())
+}
+
+#[tokio::test]
+async fn clients_without_the_secret_are_refused_with_a_message() -> Result<()> {
+    let mut cluster = Cluster::start(ClusterOptions {
+        secret: Some(SECRET.into()),
+        ..Default::default()
+    })
+    .await?;
+    let wrong = cluster.dir().join("wrong-secret");
+    std::fs::write(&wrong, "another secret, of another cluster")?;
+    let wrong = wrong.display().to_string();
+
+    // The last --cluster-secret-file wins.
+    cluster.clients[2].kill();
+    cluster.clients[2].start_with(&["--cluster-secret-file".into(), wrong.clone()])?;
+    wait_log(&cluster.clients[2], "different cluster secrets").await?;
+
+    cluster.clients[1].kill();
+    cluster.clients[1].start_with(&["--cluster-id".into(), "somebody-else".into()])?;
+    wait_log(&cluster.clients[1], "cluster 'somebody-else'").await?;
+
+    // A master with another secret: refused on the Raft port; the others go on.
+    cluster.masters[2].kill();
+    cluster.masters[2].start_with(&["--cluster-secret-file".into(), wrong])?;
+    wait_log(&cluster.masters[2], "different cluster secrets").await?;
+    cluster.masters[2].kill();
+    cluster.get("/api/v1/nodes").await?;
+    Ok(())
+}
+
+#[tokio::test]
+async fn the_data_port_refuses_strangers() -> Result<()> {
+    use mooncake_proto::hello::{HelloConfig, HelloError, Purpose, Secret, connect};
+    let cluster = Cluster::start(ClusterOptions {
+        secret: Some(SECRET.into()),
+        clients: 1,
+        ..Default::default()
+    })
+    .await?;
+    let stranger = |secret: Option<&str>| HelloConfig {
+        cluster_id: mooncake_proto::DEFAULT_CLUSTER_ID.into(),
+        secret: secret.map(|s| Secret::new(s.as_bytes()).expect("long enough")),
+        node_id: "127.0.0.1:9".into(),
+        instance_id: "x".into(),
+        software: "stranger".into(),
+        features: 0,
+    };
+    let ports = [
+        (cluster.nodes[0].clone(), Purpose::Data),
+        (cluster.rpc_addresses[0].clone(), Purpose::Session),
+        (cluster.rpc_addresses[0].clone(), Purpose::Raft),
+    ];
+    for (address, purpose) in ports {
+        for (secret, want) in [
+            (None, "secret_required"),
+            (Some("another secret, of another cluster"), "wrong_secret"),
+        ] {
+            let mut stream = tokio::net::TcpStream::connect(&address).await?;
+            match connect(&mut stream, &stranger(secret), purpose).await {
+                Err(HelloError::Refused { code, .. }) => assert_eq!(code, want, "{address} {purpose:?}"),
+                other => panic!("{address} {purpose:?}: {other:?}"),
+            }
+        }
+        let mut stream = tokio::net::TcpStream::connect(&address).await?;
+        connect(&mut stream, &stranger(Some(SECRET)), purpose)
+            .await
+            .context("the right secret is let in")?;
+    }
+    Ok(())
+}
+
+#[tokio::test]
+async fn beyond_loopback_a_process_refuses_to_listen_without_a_secret() -> Result<()> {
+    let mut cluster = Cluster::prepare(&ClusterOptions {
+        clients: 1,
+        masters: 1,
+        ..Default::default()
+    })?;
+    let port = |address: &str| {
+        address
+            .rsplit_once(':')
+            .map(|(_, p)| p.to_owned())
+            .unwrap_or_default()
+    };
+    let far = format!("0.0.0.0:{}", port(&cluster.nodes[0]));
+    cluster.clients[0].start_with(&["--data-address".into(), far])?;
+    let far = format!("0.0.0.0:{}", port(&cluster.rpc_addresses[0]));
+    cluster.masters[0].start_with(&["--rpc-address".into(), far])?;
+    for process in [&mut cluster.clients[0], &mut cluster.masters[0]] {
+        let status = process.wait_exit(Duration::from_secs(10)).await?;
+        assert!(!status.success());
+        assert!(
+            process.log().contains("--cluster-secret-file"),
+            "{}",
+            process.log_tail()
+        );
+    }
+    Ok(())
+}

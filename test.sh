@@ -1,0 +1,51 @@
+#!/usr/bin/env bash
+# Every check of the project: format, lints, unit, property, integration and crash tests, and the end-to-end
+# tests with real processes. Installs what it needs. Ends with one summary; exits 0 only if all of it passed.
+#
+# Usage: ./test.sh            everything
+#        ./test.sh NAME ...   only the named steps (fmt, clippy, crash, tests)
+set -euo pipefail
+cd "$(dirname "$0")"
+
+# python3-venv: the real model is loaded with the safetensors package; util-linux: mount, setpriv.
+scripts/setup.sh python3-venv util-linux procps
+. scripts/env.sh
+logs=$CARGO_TARGET_DIR/test-logs
+mkdir -p "$logs"
+
+passed=0 failed=0 skipped=0 table=()
+
+# step NAME COMMAND...: runs it, shows it live, counts the test runner's results.
+step() {
+    local name=$1 log=$logs/$1.log started=$SECONDS ok=ok
+    shift
+    if [ ${#only[@]} -gt 0 ] && [[ " ${only[*]} " != *" $name "* ]]; then return; fi
+    printf '\n==== %s: %s\n' "$name" "$*"
+    if ! "$@" 2>&1 | tee "$log"; then ok=FAILED; fi
+    local p f s
+    read -r p f s < <(sed -n 's/^test result: .* \([0-9]*\) passed; \([0-9]*\) failed; \([0-9]*\) ignored.*/\1 \2 \3/p' "$log" |
+        awk '{p += $1; f += $2; s += $3} END {print p + 0, f + 0, s + 0}')
+    if [ $((p + f + s)) = 0 ]; then
+        # A step that is one check: it passed or failed as a whole.
+        if [ $ok = ok ]; then p=1; else f=1; fi
+    elif [ $ok = FAILED ] && [ "$f" = 0 ]; then
+        f=1 # it did not get as far as a result line: a build failed or a test program died
+    fi
+    passed=$((passed + p)) failed=$((failed + f)) skipped=$((skipped + s))
+    table+=("$(printf '%-8s %-7s %4d passed %3d failed %3d skipped  %4d s' "$name" "$ok" "$p" "$f" "$s" $((SECONDS - started)))")
+}
+
+only=("$@")
+step fmt cargo fmt --check
+step clippy cargo clippy --quiet --workspace --all-targets -- -D warnings
+# First, because it builds the client with failpoints, which the binaries under test must not have.
+step crash cargo test --quiet --workspace --features mooncake-client/failpoints --test store_crash
+step tests bash -c 'cargo build --quiet --workspace --bins && cargo test --workspace --all-targets --no-fail-fast'
+
+printf '\n==== summary\n'
+printf '%s\n' "${table[@]}"
+if [ "$skipped" != 0 ]; then
+    echo "WARNING: $skipped tests were skipped; a skipped check counts as not done"
+fi
+echo "$passed passed, $failed failed, $skipped skipped"
+[ "$failed" = 0 ] && [ "$skipped" = 0 ]
