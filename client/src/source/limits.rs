@@ -49,6 +49,8 @@ pub struct SourceConfig {
     pub retries: u32,
     /// The longest `Retry-After` that is waited for; a longer one ends the attempt.
     pub retry_after_max: Duration,
+    /// See [`PART_BYTES`].
+    pub part_bytes: u64,
 }
 
 impl Default for SourceConfig {
@@ -60,6 +62,7 @@ impl Default for SourceConfig {
             backoff_max: Duration::from_secs(30),
             retries: 8,
             retry_after_max: Duration::from_secs(300),
+            part_bytes: PART_BYTES,
         }
     }
 }

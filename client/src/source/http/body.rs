@@ -6,7 +6,7 @@ use super::{
 };
 use crate::{
     source::context::{Context, SourceFile},
-    task::{TaskFailure, TransferCounters},
+    task::TransferCounters,
 };
 use bytes::{Buf, Bytes};
 use reqwest::Response;
@@ -115,6 +115,6 @@ impl Body {
         if self.rest.is_empty() && !self.next().await? {
             return Ok(());
         }
-        Err(TaskFailure::from(file.size_mismatch("more bytes in its answer than there should be")).into())
+        Err(file.size_mismatch("more bytes").into())
     }
 }

@@ -63,7 +63,8 @@ pub(super) async fn fetch(
 
 /// The runs of missing blocks, cut into requests.
 fn parts(context: &Context, file: &SourceFile) -> VecDeque<Range<u32>> {
-    let longest = (limits::PART_BYTES / u64::from(context.artifact.blocks().block_size())).max(1) as u32;
+    let longest =
+        (context.config.part_bytes / u64::from(context.artifact.blocks().block_size())).max(1) as u32;
     let mut parts: VecDeque<Range<u32>> = VecDeque::new();
     for block in file.blocks.clone().filter(|&b| !context.artifact.has(b)) {
         match parts.back_mut() {
