@@ -292,19 +292,19 @@ impl Store {
             }
         }
         let artifact = Arc::new(self.open_staging(new)?);
-        if let Err(e) = self.prepare(&artifact) {
-            // Keep what was verified before, not an empty shell.
-            if artifact.state.lock().recorded.is_none() && artifact.close("it could not be prepared") {
-                recover::discard(&self.inner.plumbing, &artifact.staging)?;
-            }
-            return Err(e);
+        let prepared = self.prepare(&artifact);
+        if prepared.is_err() && artifact.state.lock().recorded.is_none() {
+            // An empty shell: nothing was verified before.
+            artifact.close("it could not be prepared");
+            recover::discard(&self.inner.plumbing, &artifact.staging)?;
+        } else {
+            self.inner
+                .artifacts
+                .lock()
+                .insert(new.model.clone(), artifact.clone());
+            self.inner.plumbing.bump();
         }
-        self.inner
-            .artifacts
-            .lock()
-            .insert(new.model.clone(), artifact.clone());
-        self.inner.plumbing.bump();
-        Ok(artifact)
+        prepared.map(|()| artifact)
     }
 
     /// The staging folder with record and journal, new or as found.

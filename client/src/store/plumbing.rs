@@ -73,9 +73,12 @@ impl Plumbing {
     }
 
     /// Waits until `bytes` more may be unjournaled. One block larger than the whole budget goes alone.
-    pub(crate) fn reserve(&self, bytes: u64) {
+    /// `false`: the store is shutting down, nobody would journal them.
+    #[must_use]
+    pub(crate) fn reserve(&self, bytes: u64) -> bool {
         let mut budget = self.budget.lock();
-        while budget.unjournaled_bytes > 0
+        while !budget.stopped
+            && budget.unjournaled_bytes > 0
             && budget.unjournaled_bytes + bytes > self.config.unjournaled_limit_bytes
         {
             budget.waiting_writers += 1;
@@ -83,7 +86,10 @@ impl Plumbing {
             self.freed.wait(&mut budget);
             budget.waiting_writers -= 1;
         }
-        budget.unjournaled_bytes += bytes;
+        if !budget.stopped {
+            budget.unjournaled_bytes += bytes;
+        }
+        !budget.stopped
     }
 
     /// `bytes` of a reservation were journaled, or not written after all.
@@ -108,6 +114,7 @@ impl Plumbing {
     pub(crate) fn stop(&self) {
         self.budget.lock().stopped = true;
         self.work.notify_all();
+        self.freed.notify_all();
     }
 
     pub(crate) fn stopped(&self) -> bool {

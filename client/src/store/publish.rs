@@ -12,7 +12,7 @@ use super::{
     crash::{broken, step},
     durable::sync_dir,
     error::{PublishError, StoreError, io_error},
-    records::{StagedFile, StagedRecord},
+    records::{FolderIdentity, StagedFile, StagedRecord},
     tree,
 };
 use mooncake_proto::manifest::{Checksum, Seal};
@@ -85,11 +85,7 @@ impl Artifact {
             manifest: self.manifest.encode(),
             digests: self.digests().unwrap_or_default(),
             files,
-            folder_inode: self
-                .dir
-                .metadata()
-                .map_err(io_error("examine", self.folder()))?
-                .ino(),
+            folder: FolderIdentity::of(&self.dir.metadata().map_err(io_error("examine", self.folder()))?),
         };
         record.write(&self.staged_record())?;
         let root = &self.plumbing.config.root;

@@ -12,7 +12,7 @@ use mooncake_proto::{
     manifest::{Manifest, Seal},
 };
 use serde::{Deserialize, Serialize};
-use std::path::Path;
+use std::{os::unix::fs::MetadataExt, path::Path};
 
 /// Version byte of the encodings below. Frozen: they are on disks.
 const ENCODING: u8 = 1;
@@ -64,9 +64,30 @@ pub(crate) struct StagedRecord {
     pub(crate) digests: Vec<Digest>,
     /// Parallel to the manifest's files.
     pub(crate) files: Vec<StagedFile>,
-    /// Of the folder: it keeps its inode through the rename, so that a folder somebody else put under the
-    /// final name is told from ours.
-    pub(crate) folder_inode: u64,
+    /// It tells our folder from one that somebody else put under the final name.
+    pub(crate) folder: FolderIdentity,
+}
+
+/// What a folder keeps through a rename. The time of birth is there because inode numbers are used again.
+#[derive(Clone, Copy, Debug, PartialEq, Eq, Serialize, Deserialize)]
+pub(crate) struct FolderIdentity {
+    inode: u64,
+    /// Nanoseconds since the epoch; 0 where the filesystem does not know it.
+    born_ns: u64,
+}
+
+impl FolderIdentity {
+    pub(crate) fn of(meta: &std::fs::Metadata) -> Self {
+        let born = meta
+            .created()
+            .ok()
+            .and_then(|at| at.duration_since(std::time::UNIX_EPOCH).ok());
+        let born_ns = born.map_or(0, |age| u64::try_from(age.as_nanos()).unwrap_or(u64::MAX));
+        Self {
+            inode: meta.ino(),
+            born_ns,
+        }
+    }
 }
 
 /// How a file looked when it was published: one that looks the same is not re-hashed at start.

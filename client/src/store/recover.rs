@@ -10,7 +10,7 @@ use super::{
     naming,
     plumbing::Plumbing,
     publish::mtime_ns,
-    records::{StagedRecord, StagingRecord},
+    records::{FolderIdentity, StagedRecord, StagingRecord},
     tree,
     types::StoreConfig,
 };
@@ -226,11 +226,12 @@ fn staged(plumbing: &Arc<Plumbing>, path: &Path) -> Result<Option<Artifact>, Sto
         }
         Err(e) => return Err(io_error("open", &final_path)(e)),
     };
-    let ours = dir.metadata().map_err(io_error("examine", &final_path))?.ino() == record.folder_inode;
+    let identity = FolderIdentity::of(&dir.metadata().map_err(io_error("examine", &final_path))?);
+    let ours = identity == record.folder;
     match check_files(&dir, &manifest, &mut record, ours) {
         Ok(false) => {}
         Ok(true) => {
-            record.folder_inode = dir.metadata().map_err(io_error("examine", &final_path))?.ino();
+            record.folder = identity;
             record.write(path)?;
         }
         Err(why) if ours => {
@@ -348,14 +349,14 @@ pub(crate) fn set_aside(
     final_path: &Path,
     why: &str,
 ) -> Result<(), StoreError> {
-    let inode = StagedRecord::read(record_path)
+    let recorded = StagedRecord::read(record_path)
         .ok()
         .flatten()
-        .map(|(record, _)| record.folder_inode);
-    let ours = fs::symlink_metadata(final_path)
+        .map(|(record, _)| record.folder);
+    let there = fs::symlink_metadata(final_path)
         .ok()
-        .map(|m| m.ino())
-        .filter(|&i| Some(i) == inode);
+        .map(|meta| FolderIdentity::of(&meta));
+    let ours = there.filter(|&folder| Some(folder) == recorded);
     let to = move_to_quarantine(plumbing, record_path, ours.map(|_| final_path))?;
     tracing::error!(
         path = %final_path.display(), why, moved_to = %to.display(),

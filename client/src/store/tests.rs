@@ -1,1 +1,956 @@
+//! What the store promises, seen from outside, in one process. Crashes are in `tests/store_crash.rs`.
 
+use super::*;
+use mooncake_proto::{
+    digest::{Algorithm, Digest},
+    manifest::{Checksum, ManifestFile, ObjectIds, Seal},
+};
+use proptest::prelude::*;
+use std::{
+    os::unix::fs::{FileExt, MetadataExt, PermissionsExt},
+    path::PathBuf,
+};
+
+const BLOCK: u32 = 256 << 10;
+
+/// Bytes that depend on the seed at every offset.
+fn content(seed: u64, len: usize) -> Vec<u8> {
+    let mut x = seed.wrapping_mul(0x9E37_79B9_7F4A_7C15) | 1;
+    let mut out = Vec::with_capacity(len + 8);
+    while out.len() < len {
+        x ^= x << 13;
+        x ^= x >> 7;
+        x ^= x << 17;
+        out.extend(x.to_le_bytes());
+    }
+    out.truncate(len);
+    out
+}
+
+fn model(id: &str) -> ModelRef {
+    ModelRef {
+        model_id: id.into(),
+        revision: "r1".into(),
+        format: "safetensors".into(),
+        provider: "local".into(),
+    }
+}
+
+/// A model whose files have these sizes, in chunks of 100,000 bytes (so that chunks and blocks do not align).
+fn manifest(id: &str, files: &[(&str, u64)]) -> Arc<Manifest> {
+    let files: Vec<_> = files
+        .iter()
+        .enumerate()
+        .map(|(i, &(path, size_bytes))| {
+            let chunk_count = size_bytes.div_ceil(100_000);
+            ManifestFile {
+                path: path.into(),
+                size_bytes,
+                checksum: Checksum::Opaque("dummy".into()),
+                artifact_key: String::new(),
+                chunk_size_bytes: 100_000,
+                chunk_count,
+                object_prefix: format!("{id}/{i}"),
+                objects: ObjectIds::derived(&format!("{id}/{i}"), chunk_count),
+            }
+        })
+        .collect();
+    Arc::new(Manifest {
+        model: model(id),
+        file_manifest_version: "1".into(),
+        total_size_bytes: files.iter().map(|f| f.size_bytes).sum(),
+        files,
+    })
+}
+
+fn usual() -> Arc<Manifest> {
+    manifest(
+        "org/m",
+        &[
+            ("a.bin", 700_000),
+            ("sub/dir/b.bin", 53),
+            (".dot", 0),
+            ("sub/c", 262_144),
+        ],
+    )
+}
+
+fn new(manifest: &Arc<Manifest>) -> NewArtifact {
+    NewArtifact {
+        model: manifest.model.clone(),
+        generation: 1,
+        manifest: manifest.clone(),
+        block_size: BLOCK,
+        algorithm: Algorithm::Blake3,
+    }
+}
+
+/// The right bytes of a block (variant 0), or other bytes of the same length.
+fn bytes(artifact: &Artifact, block: u32, variant: u64) -> Vec<u8> {
+    content(
+        u64::from(block) * 31 + variant + 1,
+        artifact.blocks().locate(block).unwrap().len as usize,
+    )
+}
+
+fn fill(artifact: &Arc<Artifact>) -> Seal {
+    for block in 0..artifact.blocks().len() {
+        artifact
+            .write_own_block(block, &bytes(artifact, block, 0))
+            .unwrap();
+    }
+    artifact.seal_if_whole().unwrap()
+}
+
+fn open(root: &Path) -> Store {
+    Store::open(StoreConfig::new(root)).unwrap()
+}
+
+fn check_folder(folder: &Path, artifact: &Artifact) {
+    for (f, file) in artifact.manifest().files.iter().enumerate() {
+        let mut want = Vec::new();
+        for block in artifact.blocks().of_file(f) {
+            want.extend(bytes(artifact, block, 0));
+        }
+        let path = folder.join(&file.path);
+        assert!(fs::read(&path).unwrap() == want, "{} differs", path.display());
+        assert_eq!(
+            fs::metadata(&path).unwrap().permissions().mode() & 0o222,
+            0,
+            "{}",
+            path.display()
+        );
+    }
+}
+
+fn staging_file(root: &Path, manifest: &Manifest, path: &str) -> PathBuf {
+    root.join(".mooncake/staging")
+        .join(naming::key(&manifest.model))
+        .join("data")
+        .join(path)
+}
+
+fn flip(path: &Path, at: u64) {
+    let mode = fs::metadata(path).unwrap().permissions();
+    fs::set_permissions(path, PermissionsExt::from_mode(0o644)).unwrap();
+    let file = fs::OpenOptions::new().read(true).write(true).open(path).unwrap();
+    let mut byte = [0];
+    file.read_exact_at(&mut byte, at).unwrap();
+    file.write_all_at(&[byte[0] ^ 4], at).unwrap();
+    fs::set_permissions(path, mode).unwrap();
+}
+
+#[test]
+fn from_the_first_block_to_the_published_folder() {
+    let dir = tempfile::tempdir().unwrap();
+    let store = open(dir.path());
+    let mut changed = store.changed();
+    let artifact = store.begin(new(&usual())).unwrap();
+    assert!(changed.has_changed().unwrap());
+    assert_eq!(artifact.state(), ArtifactState::Partial);
+    assert_eq!(
+        (
+            artifact.blocks().len(),
+            artifact.have_count(),
+            artifact.objects_done()
+        ),
+        (5, 0, 0)
+    );
+    assert!(artifact.seal_if_whole().is_none() && artifact.digests().is_none());
+    assert!(artifact.read_block(0).is_err() && artifact.block_file(9).is_err());
+    assert!(artifact.object("nowhere").is_none());
+
+    let progress = artifact.progress();
+    let object = "org/m/0/chunk-002"; // bytes 200,000 to 300,000: blocks 0 and 1
+    artifact.write_own_block(1, &bytes(&artifact, 1, 0)).unwrap();
+    assert!(progress.has_changed().unwrap());
+    assert!(!artifact.object(object).unwrap().held);
+    artifact.write_own_block(0, &bytes(&artifact, 0, 0)).unwrap();
+    let range = artifact.object(object).unwrap();
+    assert!(range.held && (range.offset, range.len) == (200_000, 100_000));
+    let file = fs::File::open(&range.path).unwrap();
+    let mut got = vec![0; 100_000];
+    file.read_exact_at(&mut got, range.offset).unwrap();
+    let two = [bytes(&artifact, 0, 0), bytes(&artifact, 1, 0)].concat();
+    assert!(got == two[200_000..300_000]);
+    assert_eq!(artifact.objects_done(), 5);
+
+    changed.mark_unchanged();
+    let seal = fill(&artifact);
+    assert!(changed.has_changed().unwrap(), "whole is news");
+    assert_eq!(artifact.state(), ArtifactState::Whole);
+    assert_eq!(artifact.added(0), [1, 0, 2, 3, 4]);
+    assert_eq!(
+        (artifact.added(3), artifact.added(5), artifact.added(99)),
+        (vec![3, 4], vec![], vec![])
+    );
+    assert_eq!(store.holdings()[0].seal, Some(seal));
+
+    let path = artifact.publish(&seal).unwrap();
+    assert_eq!(path, dir.path().join("local/org--m/r1/safetensors"));
+    assert_eq!(artifact.publish(&seal).unwrap(), path, "idempotent");
+    assert_eq!(
+        artifact.state(),
+        ArtifactState::Staged {
+            local_path: path.clone()
+        }
+    );
+    check_folder(&path, &artifact);
+    assert_eq!(artifact.read_block(3).unwrap(), bytes(&artifact, 3, 0));
+    assert!(artifact.object(object).unwrap().path.starts_with(&path));
+    artifact.write_own_block(3, &bytes(&artifact, 3, 0)).unwrap();
+    assert!(matches!(
+        artifact.write_own_block(3, &bytes(&artifact, 3, 1)),
+        Err(WriteError::AlreadyHeld { .. })
+    ));
+    assert!(artifact.forget(&[3]).is_err());
+    store.remove_staging(artifact.model()).unwrap();
+    assert!(
+        fs::read_dir(dir.path().join(".mooncake/staging"))
+            .unwrap()
+            .next()
+            .is_none()
+    );
+
+    let before = store.holdings();
+    drop((store, artifact));
+    let store = open(dir.path());
+    assert_eq!(store.holdings(), before, "staged at once after a restart");
+    let artifact = store
+        .begin(NewArtifact {
+            generation: 7,
+            ..new(&usual())
+        })
+        .unwrap();
+    assert_eq!(
+        artifact.state(),
+        ArtifactState::Staged {
+            local_path: path.clone()
+        }
+    );
+    assert_eq!(artifact.read_block(0).unwrap(), bytes(&artifact, 0, 0));
+    let other = manifest("org/m", &[("z", 1)]);
+    assert!(matches!(
+        store.begin(new(&other)),
+        Err(StoreError::FinalFolderExists { .. })
+    ));
+    drop((store, artifact));
+    assert_eq!(
+        open(dir.path()).find(&usual().model).unwrap().generation(),
+        7,
+        "the new generation is durable"
+    );
+}
+
+#[test]
+fn what_does_not_match_is_not_taken() {
+    let dir = tempfile::tempdir().unwrap();
+    let store = open(dir.path());
+    let artifact = store.begin(new(&usual())).unwrap();
+    let good = bytes(&artifact, 0, 0);
+    let digest = Algorithm::Blake3.digest(&good);
+    assert!(matches!(
+        artifact.write_block(0, &digest, &bytes(&artifact, 0, 1)),
+        Err(WriteError::DigestMismatch { block: 0, .. })
+    ));
+    assert!(matches!(
+        artifact.write_block(0, &digest, &good[1..]),
+        Err(WriteError::WrongLength { .. })
+    ));
+    assert!(matches!(
+        artifact.write_block(5, &digest, &good),
+        Err(WriteError::NoSuchBlock { .. })
+    ));
+    assert_eq!((artifact.have_count(), artifact.added(0)), (0, vec![]));
+    let raw = fs::read(staging_file(dir.path(), &usual(), "a.bin")).unwrap();
+    assert!(raw.iter().all(|&b| b == 0), "not even written");
+
+    let digests: Vec<_> = (0..5)
+        .map(|b| Algorithm::Blake3.digest(&bytes(&artifact, b, 0)))
+        .collect();
+    for (b, digest) in digests.iter().enumerate() {
+        artifact
+            .write_block(b as u32, digest, &bytes(&artifact, b as u32, 0))
+            .unwrap();
+    }
+    assert_eq!(artifact.digests().unwrap(), digests);
+    let own = artifact.seal_if_whole().unwrap();
+    for wrong in [
+        Seal {
+            root: Digest::sha256(b"x"),
+            ..own
+        },
+        Seal {
+            block_size_bytes: BLOCK * 2,
+            ..own
+        },
+        Seal {
+            algorithm: Algorithm::Sha256,
+            ..own
+        },
+    ] {
+        assert!(matches!(
+            artifact.publish(&wrong),
+            Err(PublishError::RootMismatch { .. })
+        ));
+    }
+    assert!(!dir.path().join("local").exists());
+    artifact.forget(&[4]).unwrap();
+    assert!(matches!(
+        artifact.publish(&own),
+        Err(PublishError::NotWhole { missing: 1 })
+    ));
+    assert!(!dir.path().join("local").exists());
+}
+
+#[test]
+fn nonsense_is_refused_before_anything_is_written() {
+    let dir = tempfile::tempdir().unwrap();
+    let store = open(dir.path());
+    let good = usual();
+    let mut bad = vec![
+        NewArtifact {
+            model: model("other"),
+            ..new(&good)
+        },
+        NewArtifact {
+            block_size: BLOCK + 1,
+            ..new(&good)
+        },
+        NewArtifact {
+            block_size: 1 << 30,
+            ..new(&good)
+        },
+    ];
+    for path in ["../x", "/x", "a//b", "", "a/./b", "a\0b"] {
+        bad.push(new(&manifest("org/m", &[(path, 1)])));
+    }
+    let mut zero = (*good).clone();
+    zero.files[0].chunk_size_bytes = 0;
+    bad.push(new(&Arc::new(zero)));
+    for new in bad {
+        let error = store.begin(new).unwrap_err();
+        assert_eq!(error.code(), "invalid_artifact", "{error}");
+    }
+    assert_eq!(store.holdings(), []);
+    assert!(
+        fs::read_dir(dir.path().join(".mooncake/staging"))
+            .unwrap()
+            .next()
+            .is_none()
+    );
+}
+
+#[test]
+fn resumes_and_refetches_only_what_was_damaged_while_down() {
+    let dir = tempfile::tempdir().unwrap();
+    let store = open(dir.path());
+    let artifact = store.begin(new(&usual())).unwrap();
+    for block in [0, 1, 3] {
+        artifact
+            .write_own_block(block, &bytes(&artifact, block, 0))
+            .unwrap();
+    }
+    artifact.flush().unwrap();
+    drop((store, artifact));
+    flip(&staging_file(dir.path(), &usual(), "a.bin"), u64::from(BLOCK) + 5);
+
+    let store = open(dir.path());
+    let artifact = store.begin(new(&usual())).unwrap();
+    let mut have: Vec<_> = artifact.added(0);
+    have.sort();
+    assert_eq!(have, [0, 3], "block 1 is damaged, block 2 and 4 were never there");
+    assert!(artifact.read_block(1).is_err());
+    // The tombstone is durable: the next start does not even look at it.
+    drop((store, artifact));
+    flip(&staging_file(dir.path(), &usual(), "a.bin"), u64::from(BLOCK) + 5);
+    let store = open(dir.path());
+    let artifact = store.begin(new(&usual())).unwrap();
+    assert_eq!(artifact.have_count(), 2);
+    let seal = fill(&artifact);
+    check_folder(&artifact.publish(&seal).unwrap(), &artifact);
+}
+
+#[test]
+fn recovered_blocks_are_offered_without_a_new_order() {
+    let dir = tempfile::tempdir().unwrap();
+    let store = open(dir.path());
+    let seal = fill(&store.begin(new(&usual())).unwrap());
+    drop(store);
+    let store = open(dir.path());
+    let artifact = store.find(&usual().model).unwrap();
+    artifact.rescan(&|| false); // waits for the one in the background
+    assert_eq!(artifact.state(), ArtifactState::Whole);
+    assert_eq!(store.holdings()[0].seal, Some(seal));
+    check_folder(&artifact.publish(&seal).unwrap(), &artifact);
+}
+
+#[test]
+fn another_manifest_or_layout_replaces_staging() {
+    let dir = tempfile::tempdir().unwrap();
+    let store = open(dir.path());
+    let first = store.begin(new(&usual())).unwrap();
+    fill(&first);
+    let others = [
+        new(&manifest("org/m", &[("a.bin", 700_001)])),
+        NewArtifact {
+            block_size: 2 * BLOCK,
+            ..new(&usual())
+        },
+        NewArtifact {
+            algorithm: Algorithm::Sha256,
+            ..new(&usual())
+        },
+    ];
+    let mut last = first.clone();
+    for other in others {
+        let next = store.begin(other).unwrap();
+        assert_eq!(next.have_count(), 0);
+        assert!(last.closed().is_some());
+        assert!(matches!(
+            last.write_own_block(0, &bytes(&last, 0, 1)),
+            Err(WriteError::Closed { .. })
+        ));
+        assert!(matches!(last.flush(), Err(StoreError::Closed { .. })));
+        assert_eq!(store.holdings().len(), 1);
+        next.write_own_block(0, &bytes(&next, 0, 0)).unwrap();
+        last = next;
+    }
+    // The same again: the same handle.
+    let again = store
+        .begin(NewArtifact {
+            algorithm: Algorithm::Sha256,
+            ..new(&usual())
+        })
+        .unwrap();
+    assert!(Arc::ptr_eq(&again, &last));
+    store.remove_staging(&usual().model).unwrap();
+    assert!(store.find(&usual().model).is_none() && again.closed().is_some());
+    assert!(
+        fs::read_dir(dir.path().join(".mooncake/staging"))
+            .unwrap()
+            .next()
+            .is_none()
+    );
+    assert!(
+        fs::read_dir(dir.path().join(".mooncake/trash"))
+            .unwrap()
+            .next()
+            .is_none()
+    );
+}
+
+#[test]
+fn what_is_under_the_final_name_is_never_replaced() {
+    let dir = tempfile::tempdir().unwrap();
+    let store = open(dir.path());
+    let artifact = store.begin(new(&usual())).unwrap();
+    let seal = fill(&artifact);
+    let path = dir.path().join("local/org--m/r1/safetensors");
+    // Appears while the transfer runs: an empty folder, a file, a link to nowhere.
+    let put: [(&str, fn(&Path)); 3] = [
+        ("folder", |p| fs::create_dir(p).unwrap()),
+        ("file", |p| fs::write(p, "mine").unwrap()),
+        ("link", |p| std::os::unix::fs::symlink("nowhere", p).unwrap()),
+    ];
+    fs::create_dir_all(path.parent().unwrap()).unwrap();
+    for (what, put) in put {
+        put(&path);
+        let before = fs::symlink_metadata(&path).unwrap();
+        let error = artifact.publish(&seal).unwrap_err();
+        assert_eq!(error.code(), "final_folder_exists", "{what}: {error}");
+        assert!(error.to_string().contains(path.to_str().unwrap()));
+        assert_eq!(fs::symlink_metadata(&path).unwrap().ino(), before.ino());
+        fs::remove_file(&path).or_else(|_| fs::remove_dir(&path)).unwrap();
+    }
+    check_folder(&artifact.publish(&seal).unwrap(), &artifact);
+    // And before it begins.
+    let foreign = dir.path().join("local/x/r1/safetensors");
+    fs::create_dir_all(&foreign).unwrap();
+    let error = store.begin(new(&manifest("x", &[("f", 1)]))).unwrap_err();
+    assert_eq!(error.code(), "final_folder_exists");
+}
+
+#[test]
+fn forgotten_blocks_stay_forgotten() {
+    let dir = tempfile::tempdir().unwrap();
+    let store = open(dir.path());
+    let artifact = store.begin(new(&usual())).unwrap();
+    fill(&artifact);
+    artifact.flush().unwrap();
+    artifact.forget(&[2, 2, 0]).unwrap();
+    assert!(!artifact.has(2) && artifact.digest(2).is_none());
+    assert_eq!(
+        (artifact.have_count(), artifact.state()),
+        (3, ArtifactState::Partial)
+    );
+    // Other bytes are welcome now.
+    artifact.write_own_block(0, &bytes(&artifact, 0, 1)).unwrap();
+    assert_eq!(artifact.added(5), [0]);
+    drop((store, artifact));
+    let store = open(dir.path());
+    let artifact = store.begin(new(&usual())).unwrap();
+    assert_eq!(artifact.have_count(), 4);
+    assert!(!artifact.has(2));
+    assert_eq!(artifact.read_block(0).unwrap(), bytes(&artifact, 0, 1));
+}
+
+#[test]
+fn a_small_budget_delays_writers_but_never_stops_them() {
+    let dir = tempfile::tempdir().unwrap();
+    let config = StoreConfig {
+        unjournaled_limit_bytes: 2 * u64::from(BLOCK) - 1,
+        flush_interval: Duration::from_secs(3600), // only pressure makes it flush
+        ..StoreConfig::new(dir.path())
+    };
+    let store = Store::open(config).unwrap();
+    let big = manifest("big", &[("f", 40 * u64::from(BLOCK))]);
+    let artifact = store.begin(new(&big)).unwrap();
+    std::thread::scope(|scope| {
+        for _ in 0..4 {
+            // All threads write all blocks: endgame at its worst.
+            scope.spawn(|| fill_quietly(&artifact));
+        }
+    });
+    let mut added = artifact.added(0);
+    added.sort();
+    assert_eq!(added, (0..40).collect::<Vec<_>>(), "each block once");
+    // At most the budget is not in the journal.
+    let journal = fs::read(artifact.staging.join(JOURNAL)).unwrap();
+    assert!(
+        (journal.len() - 64) / 44 >= 39,
+        "{} bytes of journal",
+        journal.len()
+    );
+    check_folder_bytes(&artifact);
+}
+
+fn fill_quietly(artifact: &Arc<Artifact>) {
+    for block in 0..artifact.blocks().len() {
+        artifact
+            .write_own_block(block, &bytes(artifact, block, 0))
+            .unwrap();
+    }
+}
+
+fn check_folder_bytes(artifact: &Artifact) {
+    for block in 0..artifact.blocks().len() {
+        assert!(
+            artifact.read_block(block).unwrap() == bytes(artifact, block, 0),
+            "block {block}"
+        );
+    }
+}
+
+#[test]
+fn one_process_per_folder() {
+    let dir = tempfile::tempdir().unwrap();
+    let store = open(dir.path());
+    let error = Store::open(StoreConfig::new(dir.path())).unwrap_err();
+    assert!(
+        error
+            .to_string()
+            .contains(&format!("process {}", std::process::id())),
+        "{error}"
+    );
+    // A handle that outlives the store keeps the folder.
+    let artifact = store.begin(new(&usual())).unwrap();
+    let id = store.store_id().to_owned();
+    drop(store);
+    assert!(matches!(
+        Store::open(StoreConfig::new(dir.path())),
+        Err(StoreError::Locked { .. })
+    ));
+    assert!(matches!(
+        artifact.write_own_block(0, &bytes(&artifact, 0, 0)),
+        Err(WriteError::Closed { .. })
+    ));
+    drop(artifact);
+    let store = open(dir.path());
+    assert_eq!(store.store_id(), id);
+    drop(store);
+    fs::remove_file(dir.path().join(".mooncake/store")).unwrap();
+    assert_eq!(
+        Store::open(StoreConfig::new(dir.path())).unwrap_err().code(),
+        "store_damaged"
+    );
+}
+
+#[test]
+fn space_is_asked_for_first() {
+    let dir = tempfile::tempdir().unwrap();
+    let store = open(dir.path());
+    let free = store.free_bytes().unwrap();
+    assert!(free <= store.capacity_bytes().unwrap());
+    let huge = manifest("huge", &[("small", 10), ("f", free + (1 << 30))]);
+    let error = store
+        .begin(NewArtifact {
+            block_size: 4 << 20,
+            ..new(&huge)
+        })
+        .unwrap_err();
+    let StoreError::DiskFull {
+        needed_bytes,
+        free_bytes,
+        ..
+    } = &error
+    else {
+        panic!("{error}")
+    };
+    assert!(needed_bytes > free_bytes);
+    assert_eq!(error.code(), "disk_full");
+    assert!(
+        error.to_string().contains(dir.path().to_str().unwrap()),
+        "{error}"
+    );
+    assert!(
+        fs::read_dir(dir.path().join(".mooncake/staging"))
+            .unwrap()
+            .next()
+            .is_none()
+    );
+
+    // What is promised to others is not free.
+    let free = space::free_bytes(dir.path()).unwrap();
+    assert!(space::check(dir.path(), 1 << 20, 0).unwrap().is_ok());
+    assert!(space::check(dir.path(), 1 << 20, free).unwrap().is_err());
+
+    // Begun: it is really taken.
+    let artifact = store.begin(new(&manifest("m", &[("f", 8 << 20)]))).unwrap();
+    let taken = tree::allocated_bytes(&artifact.dir, &artifact.manifest) + artifact.unallocated_bytes();
+    assert_eq!(taken, 8 << 20);
+}
+
+#[test]
+fn staged_copies_are_looked_at_when_the_store_opens() {
+    type Harm = fn(&Path);
+    let cases: [(&str, Harm, bool); 6] = [
+        ("untouched", |_| (), true),
+        ("touched", |p| set_time(&p.join("a.bin")), true),
+        (
+            "truncated",
+            |p| {
+                fs::File::options()
+                    .write(true)
+                    .open(p.join("a.bin"))
+                    .unwrap()
+                    .set_len(5)
+                    .unwrap()
+            },
+            false,
+        ),
+        (
+            "changed",
+            |p| {
+                flip(&p.join("a.bin"), 9);
+                set_time(&p.join("a.bin"))
+            },
+            false,
+        ),
+        (
+            "file gone",
+            |p| fs::remove_file(p.join("sub/dir/b.bin")).unwrap(),
+            false,
+        ),
+        ("all gone", |p| fs::remove_dir_all(p).unwrap(), false),
+    ];
+    for (what, harm, stays) in cases {
+        let dir = tempfile::tempdir().unwrap();
+        let store = open(dir.path());
+        let artifact = store.begin(new(&usual())).unwrap();
+        let seal = fill(&artifact);
+        let path = artifact.publish(&seal).unwrap();
+        drop((store, artifact));
+        for file in ["a.bin", "sub/dir/b.bin"] {
+            fs::set_permissions(path.join(file), PermissionsExt::from_mode(0o644)).unwrap();
+        }
+        harm(&path);
+        let store = open(dir.path());
+        assert_eq!(store.find(&usual().model).is_some(), stays, "{what}");
+        assert_eq!(path.exists(), stays, "{what}");
+        let aside: Vec<_> = fs::read_dir(dir.path().join(".mooncake/quarantine"))
+            .unwrap()
+            .collect();
+        assert_eq!(aside.len(), usize::from(!stays && what != "all gone"), "{what}");
+        let artifact = store.begin(new(&usual())).unwrap();
+        assert_eq!(
+            matches!(artifact.state(), ArtifactState::Staged { .. }),
+            stays,
+            "{what}"
+        );
+        if !stays {
+            check_folder(&artifact.publish(&fill(&artifact)).unwrap(), &artifact);
+        }
+    }
+}
+
+fn set_time(path: &Path) {
+    let file = fs::File::options().write(true).open(path).unwrap();
+    file.set_modified(SystemTime::UNIX_EPOCH + Duration::from_secs(1_000_000))
+        .unwrap();
+}
+
+#[test]
+fn a_staged_copy_that_goes_while_we_run_is_fetched_again() {
+    let dir = tempfile::tempdir().unwrap();
+    let store = open(dir.path());
+    let artifact = store.begin(new(&usual())).unwrap();
+    let path = artifact.publish(&fill(&artifact)).unwrap();
+    assert!(store.recheck(artifact.model()).unwrap());
+    let moved = dir.path().join("moved");
+    fs::rename(&path, &moved).unwrap();
+    assert!(!store.recheck(artifact.model()).unwrap());
+    assert_eq!(store.holdings(), []);
+    let second = store.begin(new(&usual())).unwrap();
+    assert_eq!(second.state(), ArtifactState::Partial);
+    second.publish(&fill(&second)).unwrap();
+    fs::remove_dir_all(&path).unwrap();
+    let third = store.begin(new(&usual())).unwrap();
+    assert_eq!(third.state(), ArtifactState::Partial, "begin looks by itself");
+    store.remove_staging(third.model()).unwrap();
+    drop((store, artifact, second, third));
+
+    // A copy that somebody puts back is taken after every byte was hashed; a wrong one is left alone.
+    let store = open(dir.path());
+    let artifact = store.begin(new(&usual())).unwrap();
+    artifact.publish(&fill(&artifact)).unwrap();
+    drop((store, artifact));
+    fs::remove_dir_all(&path).unwrap();
+    copy(&moved, &path);
+    let store = open(dir.path());
+    assert!(matches!(store.holdings()[0].state, ArtifactState::Staged { .. }));
+    drop(store);
+    fs::remove_dir_all(&path).unwrap();
+    copy(&moved, &path);
+    flip(&path.join("a.bin"), 1);
+    let store = open(dir.path());
+    assert_eq!(store.holdings(), []);
+    assert!(path.join("a.bin").exists(), "not ours to move");
+    assert_eq!(
+        store.begin(new(&usual())).unwrap_err().code(),
+        "final_folder_exists"
+    );
+}
+
+fn copy(from: &Path, to: &Path) {
+    fs::create_dir_all(to).unwrap();
+    for entry in fs::read_dir(from).unwrap() {
+        let entry = entry.unwrap();
+        let target = to.join(entry.file_name());
+        if entry.file_type().unwrap().is_dir() {
+            copy(&entry.path(), &target);
+        } else {
+            fs::copy(entry.path(), target).unwrap();
+        }
+    }
+}
+
+#[test]
+fn damaged_records_hide_nothing_else() {
+    let dir = tempfile::tempdir().unwrap();
+    let store = open(dir.path());
+    let models = ["a", "b", "c", "d"].map(|id| manifest(id, &[("f", 300_000)]));
+    for (i, m) in models.iter().enumerate() {
+        let artifact = store.begin(new(m)).unwrap();
+        let seal = fill(&artifact);
+        if i < 2 {
+            artifact.publish(&seal).unwrap();
+        }
+    }
+    drop(store);
+    let own = dir.path().join(".mooncake");
+    flip(&own.join("staged").join(naming::key(&models[0].model)), 40);
+    flip(
+        &own.join("staging")
+            .join(naming::key(&models[2].model))
+            .join("record"),
+        40,
+    );
+    let store = open(dir.path());
+    let held: Vec<_> = store
+        .holdings()
+        .iter()
+        .map(|h| h.model.model_id.clone())
+        .collect();
+    assert_eq!(held, ["b", "d"]);
+    assert_eq!(
+        store.begin(new(&models[0])).unwrap_err().code(),
+        "final_folder_exists"
+    );
+    assert_eq!(store.begin(new(&models[2])).unwrap().have_count(), 0);
+    assert_eq!(store.begin(new(&models[3])).unwrap().have_count(), 2);
+}
+
+#[test]
+fn unwanted_staging_expires() {
+    let dir = tempfile::tempdir().unwrap();
+    let store = open(dir.path());
+    let (a, b, c) = (
+        manifest("a", &[("f", 1)]),
+        manifest("b", &[("f", 1)]),
+        manifest("c", &[("f", 1)]),
+    );
+    for m in [&a, &b, &c] {
+        store.begin(new(m)).unwrap();
+    }
+    let staged = store.find(&c.model).unwrap();
+    staged.publish(&fill(&staged)).unwrap();
+    assert_eq!(store.expire_staging(Duration::from_secs(3600), |_| false), []);
+    assert_eq!(
+        store.expire_staging(Duration::ZERO, |m| *m == a.model),
+        std::slice::from_ref(&b.model)
+    );
+    let held: Vec<_> = store.holdings().into_iter().map(|h| h.model).collect();
+    assert_eq!(held, [a.model.clone(), c.model.clone()]);
+}
+
+#[test]
+fn fences_are_kept_per_model() {
+    let dir = tempfile::tempdir().unwrap();
+    let store = open(dir.path());
+    let fence = |recovery_epoch, attempt| Fence {
+        recovery_epoch,
+        attempt,
+    };
+    let m = usual();
+    store.obey(&m.model, fence(1, 3)).unwrap();
+    store.obey(&model("other"), fence(1, 1)).unwrap();
+    store.begin(new(&m)).unwrap();
+    drop(store);
+    let store = open(dir.path());
+    assert_eq!(store.highest_fence(), fence(1, 3));
+    assert_eq!(store.holding(&m.model).unwrap().fence, fence(1, 3));
+    assert!(matches!(
+        store.obey(&m.model, fence(1, 2)),
+        Err(FenceError::Stale { .. })
+    ));
+}
+
+#[test]
+fn a_model_of_empty_files_is_a_model() {
+    let dir = tempfile::tempdir().unwrap();
+    let store = open(dir.path());
+    let artifact = store.begin(new(&manifest("e", &[("a", 0), ("b/c", 0)]))).unwrap();
+    assert_eq!(artifact.state(), ArtifactState::Whole);
+    let path = artifact.publish(&artifact.seal_if_whole().unwrap()).unwrap();
+    assert_eq!(fs::metadata(path.join("b/c")).unwrap().len(), 0);
+}
+
+#[derive(Clone, Debug)]
+enum Op {
+    Write(u32, u64),
+    WriteWrong(u32),
+    Forget(Vec<u32>),
+    Flush,
+    /// Restart; these blocks' bytes get a flipped bit meanwhile.
+    Restart(Vec<u32>),
+    PublishWrong,
+    Publish,
+}
+
+fn op() -> impl Strategy<Value = Op> {
+    prop_oneof![
+        12 => (0u32..5, 0u64..3).prop_map(|(b, v)| Op::Write(b, v)),
+        2 => (0u32..5).prop_map(Op::WriteWrong),
+        2 => prop::collection::vec(0u32..5, 0..3).prop_map(Op::Forget),
+        1 => Just(Op::Flush),
+        2 => prop::collection::vec(0u32..5, 0..2).prop_map(Op::Restart),
+        1 => Just(Op::PublishWrong),
+        1 => Just(Op::Publish),
+    ]
+}
+
+proptest! {
+    #![proptest_config(ProptestConfig::with_cases(48))]
+    /// Any history, against a map from block to the variant of bytes that it holds.
+    #[test]
+    fn like_a_map(ops in prop::collection::vec(op(), 1..60)) {
+        let dir = tempfile::tempdir().unwrap();
+        let m = usual();
+        let mut store = open(dir.path());
+        let mut artifact = store.begin(new(&m)).unwrap();
+        let mut held: BTreeMap<u32, u64> = BTreeMap::new();
+        let mut order: Vec<u32> = Vec::new();
+        let mut staged = false;
+        for op in ops {
+            match op {
+                Op::Write(b, v) => {
+                    let data = bytes(&artifact, b, v);
+                    let result = artifact.write_block(b, &Algorithm::Blake3.digest(&data), &data);
+                    match held.get(&b) {
+                        Some(&have) if have != v => {
+                            let refused = matches!(result, Err(WriteError::AlreadyHeld { .. }));
+                            prop_assert!(refused);
+                        }
+                        Some(_) => prop_assert!(result.is_ok()),
+                        None => {
+                            prop_assert!(result.is_ok());
+                            held.insert(b, v);
+                            order.push(b);
+                        }
+                    }
+                }
+                Op::WriteWrong(b) => {
+                    let wrong = artifact.write_block(b, &Digest::sha256(b"no"), &bytes(&artifact, b, 0));
+                    let refused = matches!(wrong, Err(WriteError::DigestMismatch { .. }));
+                    prop_assert!(refused);
+                }
+                Op::Forget(blocks) => {
+                    let result = artifact.forget(&blocks);
+                    prop_assert_eq!(result.is_ok(), !staged);
+                    if !staged {
+                        held.retain(|b, _| !blocks.contains(b));
+                    }
+                }
+                Op::Flush => artifact.flush().unwrap(),
+                Op::Restart(flipped) => {
+                    drop((store, artifact));
+                    if !staged {
+                        for b in flipped.iter().collect::<std::collections::BTreeSet<_>>() {
+                            let range = mooncake_proto::manifest::BlockMap::new(&m, BLOCK).locate(*b).unwrap();
+                            flip(&staging_file(dir.path(), &m, &m.files[range.file].path), range.offset + 3);
+                            held.remove(b);
+                        }
+                    }
+                    store = open(dir.path());
+                    artifact = store.begin(new(&m)).unwrap();
+                    order = artifact.added(0);
+                    let mut sorted = order.clone();
+                    sorted.sort();
+                    prop_assert_eq!(sorted, held.keys().copied().collect::<Vec<_>>());
+                }
+                Op::PublishWrong => {
+                    let seal = Seal { block_size_bytes: BLOCK, algorithm: Algorithm::Blake3, root: Digest::sha256(b"no") };
+                    prop_assert!(artifact.publish(&seal).is_err());
+                }
+                Op::Publish => {
+                    if let Some(seal) = artifact.seal_if_whole() {
+                        let path = artifact.publish(&seal).unwrap();
+                        prop_assert!(path.join("sub/dir/b.bin").exists());
+                        staged = true;
+                    }
+                }
+            }
+            let whole = held.len() == 5;
+            prop_assert_eq!(artifact.added(0), order.clone());
+            prop_assert_eq!(artifact.have_count() as usize, held.len());
+            prop_assert_eq!(artifact.seal_if_whole().is_some(), whole);
+            let is_staged = matches!(artifact.state(), ArtifactState::Staged { .. });
+            prop_assert_eq!(is_staged, staged);
+            let mut verified = 0;
+            for b in 0..5 {
+                prop_assert_eq!(artifact.has(b), held.contains_key(&b));
+                let read = artifact.read_block(b).ok();
+                if let Some(read) = &read {
+                    verified += read.len() as u64;
+                    prop_assert_eq!(artifact.digest(b), Some(Algorithm::Blake3.digest(read)));
+                }
+                prop_assert!(read == held.get(&b).map(|&v| bytes(&artifact, b, v)));
+            }
+            prop_assert_eq!(artifact.verified_bytes(), verified);
+            let objects = m.files.iter().enumerate().flat_map(|(f, file)| (0..file.chunk_count).map(move |c| (f, file.chunk_range(c))));
+            let done = objects.filter(|(f, r)| artifact.blocks().overlapping(*f, r.clone()).all(|b| held.contains_key(&b))).count();
+            prop_assert_eq!(artifact.objects_done(), done as u64);
+        }
+    }
+}
