@@ -33,6 +33,8 @@ const UNJOURNALED: u64 = 4 * BLOCK as u64;
 const KILL: i32 = 9;
 /// How often a process is killed at a random instant.
 const RANDOM_KILLS: usize = 200;
+/// How often the work on one copy is cut short before a new one is begun.
+const KILLS_PER_MODEL: usize = 12;
 
 /// Files of all kinds: several blocks, less than one, exactly one, empty, hidden, nested.
 const FILES: [(&str, u64); 6] = [
@@ -395,17 +397,18 @@ fn killed_at_random_instants() {
         x ^= x << 17;
         x % below
     };
-    let (mut kills, mut partial, mut publishing, mut done) = (0, 0, 0, 0);
+    let (mut kills, mut partial, mut whole, mut renamed, mut on_this) = (0, 0, 0, 0, 0);
     let mut dir = tempfile::tempdir().unwrap();
-    let mut left = truth.map.len() as u64;
+    let mut left = u64::from(truth.map.len());
     for _ in 0..20 * RANDOM_KILLS {
         if kills >= RANDOM_KILLS {
             break;
         }
-        // At a random line, and up to 4 ms later: in the middle of a write, a flush, a rename. Line 0 is
-        // before the first: while the store opens.
+        // At a random line, and a while later that is short or long by chance: in the middle of a write, a
+        // flush, a publish. Line 0 is before the first: while the store opens.
         let at = random(left.min(6) + 2) as usize;
-        let delay = Duration::from_micros(random(4000));
+        let magnitude = 6 + random(12);
+        let delay = Duration::from_micros(random(1 << magnitude));
         let mut child = spawn(dir.path(), &[]);
         let kill = |child: &mut Child| {
             std::thread::sleep(delay);
@@ -424,25 +427,26 @@ fn killed_at_random_instants() {
             .unwrap_or_else(|why| panic!("seed {seed}, kill {kills}: {why}"));
         left = u64::from(truth.map.len()) - held.len() as u64;
         let there = check_final(dir.path()).unwrap();
-        partial += usize::from(outcome.killed && !there && !held.is_empty());
-        publishing += usize::from(outcome.killed && left == 0 && !outcome.published);
-        if there {
+        partial += usize::from(outcome.killed && left > 0 && !held.is_empty());
+        whole += usize::from(outcome.killed && left == 0 && !there);
+        renamed += usize::from(outcome.killed && there);
+        on_this += 1;
+        if there || on_this >= KILLS_PER_MODEL {
             finish(dir.path(), &truth);
-            done += 1;
             dir = tempfile::tempdir().unwrap();
-            left = truth.map.len() as u64;
+            left = u64::from(truth.map.len());
+            on_this = 0;
         }
     }
-    println!(
-        "{kills} kills: {partial} with a partial copy, {publishing} around publish, {done} models staged"
-    );
+    println!("{kills} kills: {partial} with some blocks, {whole} before the rename, {renamed} after it");
     assert!(
         kills >= RANDOM_KILLS,
         "only {kills} processes were hit before they ended"
     );
+    // The moment after the rename is short; the failpoints are what covers it.
     assert!(
-        partial > 0 && done > 0,
-        "the kills were all at one place: partial {partial}, staged {done}"
+        partial > 0 && whole > 0,
+        "kills at {partial}, {whole}, {renamed}: not everywhere"
     );
 }
 
@@ -473,4 +477,83 @@ fn a_write_without_its_digest_check_is_noticed() {
 fn a_flush_that_journals_nothing_is_noticed() {
     let error = with_broken("flush::skip_append", &[(ENV_KILL_AT, "publish::begin#1")]).unwrap_err();
     assert!(error.contains("verified bytes were lost"), "{error}");
+}
+
+// ---- failures that are no crash -------------------------------------------------------------------------
+
+/// Turns a failpoint on for as long as it lives.
+struct Broken(&'static str);
+
+impl Broken {
+    fn new(name: &'static str) -> Self {
+        fail::cfg(name, "return").unwrap();
+        Self(name)
+    }
+}
+
+impl Drop for Broken {
+    fn drop(&mut self) {
+        fail::remove(self.0);
+    }
+}
+
+#[test]
+fn after_a_failed_sync_only_the_journal_is_believed() {
+    let _alone = alone();
+    let truth = truth();
+    let dir = tempfile::tempdir().unwrap();
+    let store = open(dir.path());
+    let artifact = store.begin(new(&truth)).unwrap();
+    let write = |block: u32| {
+        artifact.write_block(
+            block,
+            &truth.digests[block as usize],
+            &truth.blocks[block as usize],
+        )
+    };
+    write(0).unwrap();
+    artifact.flush().unwrap();
+    let broken = Broken::new("flush::fail_sync");
+    write(1).unwrap();
+    assert!(artifact.flush().is_err(), "by the flusher's hand or by ours");
+    assert!(artifact.closed().is_some());
+    assert!(store.find(&model()).is_none() && store.holdings().is_empty());
+    assert!(write(2).is_err() && artifact.publish(&truth.seal).is_err());
+    drop(broken);
+    // The kernel may hold block 1 in its cache without ever having written it: it is fetched again.
+    let again = store.begin(new(&truth)).unwrap();
+    assert_eq!(again.added(0), [0]);
+    drop((again, artifact, store));
+    finish(dir.path(), &truth);
+}
+
+#[test]
+fn where_space_cannot_be_allocated_it_is_booked() {
+    let _alone = alone();
+    let dir = tempfile::tempdir().unwrap();
+    let store = open(dir.path());
+    let _broken = Broken::new("begin::cannot_allocate");
+    let size = store.free_bytes().unwrap() / 100 * 60;
+    let sized = |id: &str| {
+        let mut manifest = manifest();
+        manifest.model.model_id = id.into();
+        manifest.files.truncate(1);
+        let file = &mut manifest.files[0];
+        (file.size_bytes, file.chunk_size_bytes, file.chunk_count) = (size, size, 1);
+        file.objects = ObjectIds::derived("x", 1);
+        manifest.total_size_bytes = size;
+        NewArtifact {
+            model: manifest.model.clone(),
+            generation: 1,
+            manifest: Arc::new(manifest),
+            block_size: 4 << 20,
+            algorithm: Algorithm::Blake3,
+        }
+    };
+    let first = store.begin(sized("first")).unwrap();
+    let error = store.begin(sized("second")).unwrap_err();
+    assert_eq!(error.code(), "disk_full", "each fits alone, both do not: {error}");
+    assert_eq!(store.holdings().len(), 1);
+    store.remove_staging(first.model()).unwrap();
+    store.begin(sized("second")).unwrap();
 }

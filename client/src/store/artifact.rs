@@ -600,7 +600,7 @@ impl Artifact {
         let Some(open) = journal.as_mut() else {
             return match self.closed() {
                 Some(why) => Err(StoreError::Closed {
-                    model: self.model.clone(),
+                    model: Box::new(self.model.clone()),
                     why,
                 }),
                 None => Ok(()), // published: nothing is pending
@@ -638,6 +638,11 @@ impl Artifact {
             .collect();
         for index in files {
             step("flush::before_sync_data");
+            if super::crash::broken("flush::fail_sync") {
+                return Err(io_error("sync", self.file_path(index))(
+                    io::Error::from_raw_os_error(5),
+                ));
+            }
             self.file(index)
                 .and_then(|f| f.sync_data())
                 .map_err(|e| io_error("sync", self.file_path(index))(e))?;

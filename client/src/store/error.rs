@@ -57,7 +57,7 @@ pub enum StoreError {
     #[error("{model} needs {needed_bytes} more bytes, but only {free_bytes} are free for it on the filesystem of {}: free space or remove staged models there", path.display())]
     DiskFull {
         /// For which model.
-        model: ModelRef,
+        model: Box<ModelRef>,
         /// Not yet allocated, with the store's own overhead.
         needed_bytes: u64,
         /// Free, less what other transfers have reserved.
@@ -75,7 +75,7 @@ pub enum StoreError {
     #[error("cannot stage {model}: {why}")]
     Invalid {
         /// For which model.
-        model: ModelRef,
+        model: Box<ModelRef>,
         /// What is wrong.
         why: String,
     },
@@ -83,7 +83,7 @@ pub enum StoreError {
     #[error("the staging of {model} is closed: {why}; begin it again")]
     Closed {
         /// Which model.
-        model: ModelRef,
+        model: Box<ModelRef>,
         /// What happened.
         why: String,
     },
@@ -229,7 +229,7 @@ pub enum FenceError {
     #[error("order for {model} has fence {given}, but {highest} was obeyed already: it is out of date")]
     Stale {
         /// For which model.
-        model: ModelRef,
+        model: Box<ModelRef>,
         /// Of the order.
         given: Fence,
         /// On disk.

@@ -78,7 +78,7 @@ impl Fences {
         match known {
             Some((highest, _)) if fence < highest => {
                 return Err(FenceError::Stale {
-                    model: model.clone(),
+                    model: Box::new(model.clone()),
                     given: fence,
                     highest,
                 });

@@ -21,6 +21,11 @@
 //!   filesystem cannot do that, booked) before the first byte is fetched.
 //! - One process per folder; an order older than one that was obeyed is refused, across restarts too.
 //!
+//! # Locks
+//! In this order, each explained at its field: `Inner::folders`, `Artifact::journal`, then one of
+//! `FileCache`, `Inner::artifacts`, `Artifact::state`, `Plumbing::budget`, of which only `state` is taken
+//! inside another (`FileCache`, to see in which way to open a file).
+//!
 //! # Not guaranteed
 //! - That a published folder stays as it is: whoever owns it can change it. At start, files whose size or
 //!   time changed are re-hashed and a damaged folder is moved to `quarantine`; silent rot is not looked for.
@@ -229,7 +234,7 @@ impl Store {
     /// returns once the space is allocated and what was recorded before a restart is re-hashed.
     pub fn begin(&self, new: NewArtifact) -> Result<Arc<Artifact>, StoreError> {
         check(&new).map_err(|why| StoreError::Invalid {
-            model: new.model.clone(),
+            model: Box::new(new.model.clone()),
             why,
         })?;
         let artifact = {
@@ -239,7 +244,7 @@ impl Store {
         artifact.rescan(&|| self.inner.plumbing.stopped());
         match artifact.closed() {
             Some(why) => Err(StoreError::Closed {
-                model: new.model,
+                model: Box::new(new.model),
                 why,
             }),
             None => Ok(artifact),
@@ -368,7 +373,7 @@ impl Store {
                 .sum()
         };
         let full = |e: space::NoSpace| StoreError::DiskFull {
-            model: artifact.model.clone(),
+            model: Box::new(artifact.model.clone()),
             needed_bytes: e.needed_bytes,
             free_bytes: e.free_bytes,
             path: self.root().to_owned(),

@@ -32,7 +32,7 @@ impl Artifact {
         let Some(own) = self.seal_if_whole().or(unchecked.then_some(*seal)) else {
             if let Some(why) = self.closed() {
                 return Err(StoreError::Closed {
-                    model: self.model.clone(),
+                    model: Box::new(self.model.clone()),
                     why,
                 }
                 .into());
@@ -58,7 +58,7 @@ impl Artifact {
         if journal.is_none() {
             let why = self.closed().unwrap_or_default();
             return Err(StoreError::Closed {
-                model: self.model.clone(),
+                model: Box::new(self.model.clone()),
                 why,
             }
             .into());

@@ -104,7 +104,7 @@ fn lock(root: &Path, path: &Path) -> Result<File, StoreError> {
         Err(e) => return Err(io_error("lock", path)(e.into())),
     }
     file.set_len(0)
-        .and_then(|()| write!(file, "{}\n", std::process::id()))
+        .and_then(|()| writeln!(file, "{}", std::process::id()))
         .map_err(io_error("write", path))?;
     Ok(file)
 }

@@ -448,7 +448,8 @@ fn what_is_under_the_final_name_is_never_replaced() {
     let seal = fill(&artifact);
     let path = dir.path().join("local/org--m/r1/safetensors");
     // Appears while the transfer runs: an empty folder, a file, a link to nowhere.
-    let put: [(&str, fn(&Path)); 3] = [
+    type Put = fn(&Path);
+    let put: [(&str, Put); 3] = [
         ("folder", |p| fs::create_dir(p).unwrap()),
         ("file", |p| fs::write(p, "mine").unwrap()),
         ("link", |p| std::os::unix::fs::symlink("nowhere", p).unwrap()),
@@ -619,6 +620,28 @@ fn space_is_asked_for_first() {
     let artifact = store.begin(new(&manifest("m", &[("f", 8 << 20)]))).unwrap();
     let taken = tree::allocated_bytes(&artifact.dir, &artifact.manifest) + artifact.unallocated_bytes();
     assert_eq!(taken, 8 << 20);
+}
+
+#[test]
+fn errors_say_what_and_where_and_have_codes() {
+    use rustix::io::Errno;
+    for (errno, code, retry) in [
+        (Errno::NOSPC, "disk_full", false),
+        (Errno::DQUOT, "disk_full", false),
+        (Errno::ROFS, "disk_not_writable", false),
+        (Errno::IO, "disk_error", true),
+    ] {
+        let error = io_error("write", "/data/x")(errno.into());
+        assert_eq!((error.code(), error.retryable()), (code, retry));
+        assert!(error.to_string().contains("cannot write /data/x"), "{error}");
+        let error = WriteError::Io {
+            block: 3,
+            path: "/data/x".into(),
+            source: errno.into(),
+        };
+        assert_eq!(error.code(), code);
+        assert!(error.to_string().contains("block 3 to /data/x"), "{error}");
+    }
 }
 
 #[test]
