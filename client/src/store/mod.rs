@@ -36,6 +36,7 @@ mod crash;
 mod durable;
 mod error;
 mod fences;
+mod flush;
 mod journal;
 mod naming;
 mod plumbing;

@@ -1,0 +1,319 @@
+//! The folder itself: its lock, its space, and what is found in it at the next start.
+
+use super::*;
+
+#[test]
+fn one_process_per_folder() {
+    let dir = tempfile::tempdir().unwrap();
+    let store = open(dir.path());
+    let error = Store::open(StoreConfig::new(dir.path())).unwrap_err();
+    assert!(
+        error
+            .to_string()
+            .contains(&format!("process {}", std::process::id())),
+        "{error}"
+    );
+    // A handle that outlives the store keeps the folder.
+    let artifact = store.begin(new(&usual())).unwrap();
+    let id = store.store_id().to_owned();
+    drop(store);
+    assert!(matches!(
+        Store::open(StoreConfig::new(dir.path())),
+        Err(StoreError::Locked { .. })
+    ));
+    assert!(matches!(
+        artifact.write_own_block(0, &bytes(&artifact, 0, 0)),
+        Err(WriteError::Closed { .. })
+    ));
+    drop(artifact);
+    let store = open(dir.path());
+    assert_eq!(store.store_id(), id);
+    drop(store);
+    fs::remove_file(dir.path().join(".mooncake/store")).unwrap();
+    assert_eq!(
+        Store::open(StoreConfig::new(dir.path())).unwrap_err().code(),
+        "store_damaged"
+    );
+}
+
+#[test]
+fn space_is_asked_for_first() {
+    let dir = tempfile::tempdir().unwrap();
+    let store = open(dir.path());
+    let free = store.free_bytes().unwrap();
+    assert!(free <= store.capacity_bytes().unwrap());
+    let huge = manifest("huge", &[("small", 10), ("f", free + (1 << 30))]);
+    let error = store
+        .begin(NewArtifact {
+            block_size: 4 << 20,
+            ..new(&huge)
+        })
+        .unwrap_err();
+    let StoreError::DiskFull {
+        needed_bytes,
+        free_bytes,
+        ..
+    } = &error
+    else {
+        panic!("{error}")
+    };
+    assert!(needed_bytes > free_bytes);
+    assert_eq!(error.code(), "disk_full");
+    assert!(
+        error.to_string().contains(dir.path().to_str().unwrap()),
+        "{error}"
+    );
+    assert!(
+        fs::read_dir(dir.path().join(".mooncake/staging"))
+            .unwrap()
+            .next()
+            .is_none()
+    );
+
+    // What is promised to others is not free.
+    let free = space::free_bytes(dir.path()).unwrap();
+    assert!(space::check(dir.path(), 1 << 20, 0).unwrap().is_ok());
+    assert!(space::check(dir.path(), 1 << 20, free).unwrap().is_err());
+
+    // Begun: it is really taken.
+    let artifact = store.begin(new(&manifest("m", &[("f", 8 << 20)]))).unwrap();
+    let taken = tree::allocated_bytes(&artifact.dir, &artifact.manifest) + artifact.unallocated_bytes();
+    assert_eq!(taken, 8 << 20);
+}
+
+#[test]
+fn errors_say_what_and_where_and_have_codes() {
+    use rustix::io::Errno;
+    for (errno, code, retry) in [
+        (Errno::NOSPC, "disk_full", false),
+        (Errno::DQUOT, "disk_full", false),
+        (Errno::ROFS, "disk_not_writable", false),
+        (Errno::IO, "disk_error", true),
+    ] {
+        let error = io_error("write", "/data/x")(errno.into());
+        assert_eq!((error.code(), error.retryable()), (code, retry));
+        assert!(error.to_string().contains("cannot write /data/x"), "{error}");
+        let error = WriteError::Io {
+            block: 3,
+            path: "/data/x".into(),
+            source: errno.into(),
+        };
+        assert_eq!(error.code(), code);
+        assert!(error.to_string().contains("block 3 to /data/x"), "{error}");
+    }
+}
+
+#[test]
+fn staged_copies_are_looked_at_when_the_store_opens() {
+    type Harm = fn(&Path);
+    let cases: [(&str, Harm, bool); 6] = [
+        ("untouched", |_| (), true),
+        ("touched", |p| set_time(&p.join("a.bin")), true),
+        (
+            "truncated",
+            |p| {
+                fs::File::options()
+                    .write(true)
+                    .open(p.join("a.bin"))
+                    .unwrap()
+                    .set_len(5)
+                    .unwrap()
+            },
+            false,
+        ),
+        (
+            "changed",
+            |p| {
+                flip(&p.join("a.bin"), 9);
+                set_time(&p.join("a.bin"))
+            },
+            false,
+        ),
+        (
+            "file gone",
+            |p| fs::remove_file(p.join("sub/dir/b.bin")).unwrap(),
+            false,
+        ),
+        ("all gone", |p| fs::remove_dir_all(p).unwrap(), false),
+    ];
+    for (what, harm, stays) in cases {
+        let dir = tempfile::tempdir().unwrap();
+        let store = open(dir.path());
+        let artifact = store.begin(new(&usual())).unwrap();
+        let seal = fill(&artifact);
+        let path = artifact.publish(&seal).unwrap();
+        drop((store, artifact));
+        for file in ["a.bin", "sub/dir/b.bin"] {
+            fs::set_permissions(path.join(file), PermissionsExt::from_mode(0o644)).unwrap();
+        }
+        harm(&path);
+        let store = open(dir.path());
+        assert_eq!(store.find(&usual().model).is_some(), stays, "{what}");
+        assert_eq!(path.exists(), stays, "{what}");
+        let aside: Vec<_> = fs::read_dir(dir.path().join(".mooncake/quarantine"))
+            .unwrap()
+            .collect();
+        assert_eq!(aside.len(), usize::from(!stays && what != "all gone"), "{what}");
+        let artifact = store.begin(new(&usual())).unwrap();
+        assert_eq!(
+            matches!(artifact.state(), ArtifactState::Staged { .. }),
+            stays,
+            "{what}"
+        );
+        if !stays {
+            check_folder(&artifact.publish(&fill(&artifact)).unwrap(), &artifact);
+        }
+    }
+}
+
+fn set_time(path: &Path) {
+    let file = fs::File::options().write(true).open(path).unwrap();
+    file.set_modified(SystemTime::UNIX_EPOCH + Duration::from_secs(1_000_000))
+        .unwrap();
+}
+
+#[test]
+fn a_staged_copy_that_goes_while_we_run_is_fetched_again() {
+    let dir = tempfile::tempdir().unwrap();
+    let store = open(dir.path());
+    let artifact = store.begin(new(&usual())).unwrap();
+    let path = artifact.publish(&fill(&artifact)).unwrap();
+    assert!(store.recheck(artifact.model()).unwrap());
+    let moved = dir.path().join("moved");
+    fs::rename(&path, &moved).unwrap();
+    assert!(!store.recheck(artifact.model()).unwrap());
+    assert_eq!(store.holdings(), []);
+    let second = store.begin(new(&usual())).unwrap();
+    assert_eq!(second.state(), ArtifactState::Partial);
+    second.publish(&fill(&second)).unwrap();
+    fs::remove_dir_all(&path).unwrap();
+    let third = store.begin(new(&usual())).unwrap();
+    assert_eq!(third.state(), ArtifactState::Partial, "begin looks by itself");
+    store.remove_staging(third.model()).unwrap();
+    drop((store, artifact, second, third));
+
+    // A copy that somebody puts back is taken after every byte was hashed; a wrong one is left alone.
+    let store = open(dir.path());
+    let artifact = store.begin(new(&usual())).unwrap();
+    artifact.publish(&fill(&artifact)).unwrap();
+    drop((store, artifact));
+    fs::remove_dir_all(&path).unwrap();
+    copy(&moved, &path);
+    let store = open(dir.path());
+    assert!(matches!(store.holdings()[0].state, ArtifactState::Staged { .. }));
+    drop(store);
+    fs::remove_dir_all(&path).unwrap();
+    copy(&moved, &path);
+    flip(&path.join("a.bin"), 1);
+    let store = open(dir.path());
+    assert_eq!(store.holdings(), []);
+    assert!(path.join("a.bin").exists(), "not ours to move");
+    assert_eq!(
+        store.begin(new(&usual())).unwrap_err().code(),
+        "final_folder_exists"
+    );
+}
+
+fn copy(from: &Path, to: &Path) {
+    fs::create_dir_all(to).unwrap();
+    for entry in fs::read_dir(from).unwrap() {
+        let entry = entry.unwrap();
+        let target = to.join(entry.file_name());
+        if entry.file_type().unwrap().is_dir() {
+            copy(&entry.path(), &target);
+        } else {
+            fs::copy(entry.path(), target).unwrap();
+        }
+    }
+}
+
+#[test]
+fn damaged_records_hide_nothing_else() {
+    let dir = tempfile::tempdir().unwrap();
+    let store = open(dir.path());
+    let models = ["a", "b", "c", "d"].map(|id| manifest(id, &[("f", 300_000)]));
+    for (i, m) in models.iter().enumerate() {
+        let artifact = store.begin(new(m)).unwrap();
+        let seal = fill(&artifact);
+        if i < 2 {
+            artifact.publish(&seal).unwrap();
+        }
+    }
+    drop(store);
+    let own = dir.path().join(".mooncake");
+    flip(&own.join("staged").join(naming::key(&models[0].model)), 40);
+    flip(
+        &own.join("staging")
+            .join(naming::key(&models[2].model))
+            .join("record"),
+        40,
+    );
+    let store = open(dir.path());
+    let held: Vec<_> = store
+        .holdings()
+        .iter()
+        .map(|h| h.model.model_id.clone())
+        .collect();
+    assert_eq!(held, ["b", "d"]);
+    assert_eq!(
+        store.begin(new(&models[0])).unwrap_err().code(),
+        "final_folder_exists"
+    );
+    assert_eq!(store.begin(new(&models[2])).unwrap().have_count(), 0);
+    assert_eq!(store.begin(new(&models[3])).unwrap().have_count(), 2);
+}
+
+#[test]
+fn unwanted_staging_expires() {
+    let dir = tempfile::tempdir().unwrap();
+    let store = open(dir.path());
+    let (a, b, c) = (
+        manifest("a", &[("f", 1)]),
+        manifest("b", &[("f", 1)]),
+        manifest("c", &[("f", 1)]),
+    );
+    for m in [&a, &b, &c] {
+        store.begin(new(m)).unwrap();
+    }
+    let staged = store.find(&c.model).unwrap();
+    staged.publish(&fill(&staged)).unwrap();
+    assert_eq!(store.expire_staging(Duration::from_secs(3600), |_| false), []);
+    assert_eq!(
+        store.expire_staging(Duration::ZERO, |m| *m == a.model),
+        std::slice::from_ref(&b.model)
+    );
+    let held: Vec<_> = store.holdings().into_iter().map(|h| h.model).collect();
+    assert_eq!(held, [a.model.clone(), c.model.clone()]);
+}
+
+#[test]
+fn fences_are_kept_per_model() {
+    let dir = tempfile::tempdir().unwrap();
+    let store = open(dir.path());
+    let fence = |recovery_epoch, attempt| Fence {
+        recovery_epoch,
+        attempt,
+    };
+    let m = usual();
+    store.obey(&m.model, fence(1, 3)).unwrap();
+    store.obey(&model("other"), fence(1, 1)).unwrap();
+    store.begin(new(&m)).unwrap();
+    drop(store);
+    let store = open(dir.path());
+    assert_eq!(store.highest_fence(), fence(1, 3));
+    assert_eq!(store.holding(&m.model).unwrap().fence, fence(1, 3));
+    assert!(matches!(
+        store.obey(&m.model, fence(1, 2)),
+        Err(FenceError::Stale { .. })
+    ));
+}
+
+#[test]
+fn a_model_of_empty_files_is_a_model() {
+    let dir = tempfile::tempdir().unwrap();
+    let store = open(dir.path());
+    let artifact = store.begin(new(&manifest("e", &[("a", 0), ("b/c", 0)]))).unwrap();
+    assert_eq!(artifact.state(), ArtifactState::Whole);
+    let path = artifact.publish(&artifact.seal_if_whole().unwrap()).unwrap();
+    assert_eq!(fs::metadata(path.join("b/c")).unwrap().len(), 0);
+}
