@@ -2,4 +2,6 @@
 
 pub mod source;
 pub mod store;
+pub mod swarm;
 pub mod task;
+pub mod transport;

@@ -1,0 +1,681 @@
+//! Which block to ask of whom next. Pure: the caller brings the clock (microseconds from any start) and does
+//! the I/O; the simulator in the tests drives the same code.
+//!
+//! The rules, in the order in which they bite:
+//! - A block is asked of a seed only while no other peer here has it: one copy out of the seed before any
+//!   second. Which receiver takes which block of those is settled by rendezvous hashing among the receivers, so
+//!   that they ask the seed for different ones; when the own share is used up they take from the others'
+//!   (with `unless_sent`, so that the seed declines what is on its way to somebody already).
+//! - A block that the rack has is not asked of another rack.
+//! - Rarest first, ties in an order of this node's own, so that nodes differ.
+//! - Each peer has a window of outstanding requests which follows the bandwidth-delay product.
+//! - Starved (nothing to ask by these rules, and little outstanding, for [`STARVED_US`]): the first two rules
+//!   are suspended.
+//! - Endgame: when everything missing is asked for, the last blocks are asked of a second, idle peer if the
+//!   first is late; at most 1 % of the blocks (but [`ENDGAME_MIN`] of them) are asked for twice.
+//! - A peer that owes and delivers nothing is stalled: others are asked instead, and it counts as a holder
+//!   again when it delivers. Stalled for long, it is to be dropped.
+//!
+//! Not guaranteed: global rarest-first (a node knows its own peers); for more than `SAMPLE` candidates the
+//! rarest of a sample is taken.
+
+use super::bits::{Bits, ones};
+pub use super::words::PeerIndex;
+use std::collections::{BTreeMap, HashMap};
+
+/// Outstanding requests at a peer of which nothing is known yet.
+const WINDOW_START: u32 = 4;
+/// Fewest outstanding requests: one being sent while the next one waits.
+const WINDOW_MIN: u32 = 2;
+/// Most bytes outstanding at one peer: 10 Gbit/s over 25 ms.
+pub const WINDOW_MAX_BYTES: u64 = 32 << 20;
+/// How long a block that a peer declined as `sent elsewhere` is not asked of it again: it usually is
+/// announced by the other one much earlier.
+const DEFER_US: u64 = 300_000;
+/// How long a busy peer is left alone.
+const BUSY_US: u64 = 200_000;
+/// How long a node does nearly nothing before it may ask a seed for second copies.
+const STARVED_US: u64 = 250_000;
+/// How long a peer may owe without delivering, at least, before it counts as stalled.
+const STALL_US: u64 = 3_000_000;
+/// Stalled for this long: drop it.
+const STALL_DROP_US: u64 = 15_000_000;
+/// How late a block must be, at least, before endgame asks a second peer.
+const ENDGAME_AGE_US: u64 = 300_000;
+/// Missing blocks at which endgame begins, at most.
+const ENDGAME_BLOCKS: u32 = 64;
+/// Duplicates that are allowed whatever the number of blocks.
+const ENDGAME_MIN: u32 = 4;
+/// Candidates looked at for one choice: exact rarest-first for artifacts of the usual 2,000 blocks.
+const SAMPLE: u32 = 4096;
+/// Groups of blocks whose owners are computed one by one.
+const OWNER_GROUPS: u32 = 1 << 16;
+
+/// What the chooser needs to know of a peer.
+#[derive(Clone, Copy, Debug)]
+pub struct PeerTraits {
+    /// [`hash_id`] of its node id.
+    pub hash: u64,
+    /// Whether it is the seed.
+    pub seed: bool,
+    /// Whether it is in this node's rack; all are where no racks are known.
+    pub near: bool,
+}
+
+/// The next request.
+#[derive(Clone, Copy, Debug, PartialEq, Eq)]
+pub struct Pick {
+    /// Of whom.
+    pub peer: PeerIndex,
+    /// What.
+    pub block: u32,
+    /// To be declined if somebody else gets it from there.
+    pub unless_sent: bool,
+}
+
+/// Why a request brought no block.
+#[derive(Clone, Copy, Debug, PartialEq, Eq)]
+pub enum Decline {
+    /// The peer does not have it (any more), or cannot read it.
+    NotHeld,
+    /// The peer has no slot.
+    Busy,
+    /// `unless_sent` applied.
+    SentElsewhere,
+    /// This node canceled it.
+    Canceled,
+}
+
+/// What came of a delivery.
+#[derive(Clone, Debug, PartialEq, Eq)]
+pub struct Delivery {
+    /// The block is wanted: verify it, then say [`Chooser::obtained`] or [`Chooser::failed`].
+    pub wanted: bool,
+    /// Requests for the same block at other peers, to be canceled.
+    pub cancel: Vec<PeerIndex>,
+}
+
+/// A peer that does not deliver.
+#[derive(Clone, Debug, PartialEq, Eq)]
+pub struct Stall {
+    /// Which.
+    pub peer: PeerIndex,
+    /// Requests to cancel: others have these blocks.
+    pub cancel: Vec<u32>,
+    /// Leave it altogether.
+    pub drop: bool,
+}
+
+#[derive(Clone, Copy, Debug)]
+struct Asked {
+    at_us: u64,
+    canceled: bool,
+}
+
+#[derive(Debug)]
+struct Peer {
+    traits: PeerTraits,
+    has: Bits,
+    asked: BTreeMap<u32, Asked>,
+    deferred: HashMap<u32, u64>,
+    busy_until_us: u64,
+    window: u32,
+    /// Bytes per microsecond.
+    rate: f64,
+    min_latency_us: f64,
+    measured_bytes: u64,
+    measured_from_us: u64,
+    last_delivery_us: u64,
+    stalled_since_us: Option<u64>,
+}
+
+impl Peer {
+    /// Requests that count against the window.
+    fn room(&self, now_us: u64) -> bool {
+        self.stalled_since_us.is_none()
+            && now_us >= self.busy_until_us
+            && (self.asked.len() as u32) < self.window
+    }
+}
+
+/// How strictly the rules are taken.
+#[derive(Clone, Copy, PartialEq, Eq)]
+enum Mode {
+    Strict,
+    Starved,
+}
+
+/// The state of one fetch.
+#[derive(Debug)]
+pub struct Chooser {
+    node: u64,
+    block_size: u64,
+    have: Bits,
+    /// Delivered, being verified.
+    verifying: Bits,
+    /// Neither held nor being verified nor asked of anybody.
+    wanted: Bits,
+    peers: BTreeMap<PeerIndex, Peer>,
+    /// Holders that are not seeds, not stalled.
+    relays: Vec<u16>,
+    /// Holders in the own rack, not stalled.
+    near: Vec<u16>,
+    /// All holders that are not stalled.
+    holders: Vec<u16>,
+    /// At whom a block is outstanding (canceled requests do not count).
+    asked: HashMap<u32, Vec<PeerIndex>>,
+    /// Groups of blocks that are this node's share of what only a seed has; `None`: peers changed.
+    owned: Option<Bits>,
+    group_shift: u32,
+    starved_since_us: Option<u64>,
+    duplicates: u32,
+}
+
+/// A node's number in hashes.
+pub fn hash_id(node_id: &str) -> u64 {
+    // FNV-1a, mixed: stable over versions and platforms, for all nodes must agree on it.
+    mix(node_id.bytes().fold(0xcbf2_9ce4_8422_2325, |h, b| {
+        (h ^ u64::from(b)).wrapping_mul(0x0100_0000_01b3)
+    }))
+}
+
+/// The finalizer of SplitMix64.
+fn mix(mut x: u64) -> u64 {
+    x = (x ^ (x >> 30)).wrapping_mul(0xbf58_476d_1ce4_e5b9);
+    x = (x ^ (x >> 27)).wrapping_mul(0x94d0_49bb_1331_11eb);
+    x ^ (x >> 31)
+}
+
+fn weight(node: u64, item: u32) -> u64 {
+    mix(node ^ u64::from(item).wrapping_mul(0x9e37_79b9_7f4a_7c15))
+}
+
+impl Chooser {
+    /// For an artifact of `blocks` blocks of `block_size` bytes, on the node with this [`hash_id`].
+    pub fn new(node: u64, blocks: u32, block_size: u32) -> Self {
+        let mut wanted = Bits::new(blocks);
+        (0..blocks).for_each(|b| {
+            wanted.set(b);
+        });
+        let mut group_shift = 0;
+        while blocks >> group_shift > OWNER_GROUPS {
+            group_shift += 1;
+        }
+        Self {
+            node,
+            block_size: block_size.into(),
+            have: Bits::new(blocks),
+            verifying: Bits::new(blocks),
+            wanted,
+            peers: BTreeMap::new(),
+            relays: vec![0; blocks as usize],
+            near: vec![0; blocks as usize],
+            holders: vec![0; blocks as usize],
+            asked: HashMap::new(),
+            owned: None,
+            group_shift,
+            starved_since_us: None,
+            duplicates: 0,
+        }
+    }
+
+    /// What is held.
+    pub fn have(&self) -> &Bits {
+        &self.have
+    }
+
+    /// How many blocks are neither held nor being verified.
+    pub fn missing(&self) -> u32 {
+        self.have.len() - self.have.ones() - self.verifying.ones()
+    }
+
+    /// Whether every block is held.
+    pub fn whole(&self) -> bool {
+        self.have.ones() == self.have.len()
+    }
+
+    /// How many peers there are.
+    pub fn peer_count(&self) -> usize {
+        self.peers.len()
+    }
+
+    /// Blocks asked of `peer` and not answered, canceled ones included.
+    pub fn outstanding(&self, peer: PeerIndex) -> usize {
+        self.peers.get(&peer).map_or(0, |p| p.asked.len())
+    }
+
+    /// A peer is connected. It has nothing until it says so.
+    pub fn add_peer(&mut self, peer: PeerIndex, traits: PeerTraits) {
+        let fresh = Peer {
+            traits,
+            has: Bits::new(self.have.len()),
+            asked: BTreeMap::new(),
+            deferred: HashMap::new(),
+            busy_until_us: 0,
+            window: WINDOW_START.min(self.window_max()),
+            rate: 0.0,
+            min_latency_us: f64::INFINITY,
+            measured_bytes: 0,
+            measured_from_us: 0,
+            last_delivery_us: 0,
+            stalled_since_us: None,
+        };
+        assert!(
+            self.peers.insert(peer, fresh).is_none(),
+            "peer {peer} is there already"
+        );
+        self.owned = None;
+    }
+
+    /// A peer is gone; what was asked of it is wanted again.
+    pub fn remove_peer(&mut self, peer: PeerIndex) {
+        let Some(gone) = self.peers.get(&peer) else { return };
+        if gone.stalled_since_us.is_none() {
+            self.count(peer, false);
+        }
+        let gone = self.peers.remove(&peer).expect("just seen");
+        for (block, asked) in gone.asked {
+            if !asked.canceled {
+                self.release(peer, block);
+            }
+        }
+        self.owned = None;
+    }
+
+    /// A peer can be asked for a block.
+    pub fn announce(&mut self, peer: PeerIndex, block: u32) {
+        let Some(p) = self.peers.get_mut(&peer) else {
+            return;
+        };
+        if p.has.set(block) && p.stalled_since_us.is_none() {
+            let traits = p.traits;
+            self.count_one(&traits, block, true);
+        }
+    }
+
+    /// A peer cannot be asked for a block any more.
+    pub fn retract(&mut self, peer: PeerIndex, block: u32) {
+        let Some(p) = self.peers.get_mut(&peer) else {
+            return;
+        };
+        if p.has.clear(block) && p.stalled_since_us.is_none() {
+            let traits = p.traits;
+            self.count_one(&traits, block, false);
+        }
+    }
+
+    /// A peer lost everything it had.
+    pub fn retract_all(&mut self, peer: PeerIndex) {
+        let Some(p) = self.peers.get(&peer) else { return };
+        let blocks: Vec<u32> = p.has.iter().collect();
+        blocks.into_iter().for_each(|b| self.retract(peer, b));
+    }
+
+    /// A block is held: verified, or found on the disk.
+    pub fn obtained(&mut self, block: u32) {
+        self.have.set(block);
+        self.verifying.clear(block);
+        self.wanted.clear(block);
+    }
+
+    /// A delivered block was not right or could not be kept.
+    pub fn failed(&mut self, block: u32) {
+        self.verifying.clear(block);
+        self.want_if_idle(block);
+    }
+
+    /// A held block is not held any more.
+    pub fn lost(&mut self, block: u32) {
+        self.have.clear(block);
+        self.want_if_idle(block);
+    }
+
+    fn want_if_idle(&mut self, block: u32) {
+        if !self.have.get(block) && !self.verifying.get(block) && !self.asked.contains_key(&block) {
+            self.wanted.set(block);
+        }
+    }
+
+    /// The request at `peer` does not stand any more.
+    fn release(&mut self, peer: PeerIndex, block: u32) {
+        if let Some(list) = self.asked.get_mut(&block) {
+            list.retain(|p| *p != peer);
+            if list.is_empty() {
+                self.asked.remove(&block);
+            }
+        }
+        self.want_if_idle(block);
+    }
+
+    fn count_one(&mut self, traits: &PeerTraits, block: u32, up: bool) {
+        let add = |n: &mut u16| if up { *n += 1 } else { *n -= 1 };
+        let at = block as usize;
+        add(&mut self.holders[at]);
+        if !traits.seed {
+            add(&mut self.relays[at]);
+        }
+        if traits.near {
+            add(&mut self.near[at]);
+        }
+    }
+
+    fn count(&mut self, peer: PeerIndex, up: bool) {
+        let p = &self.peers[&peer];
+        let (traits, blocks) = (p.traits, p.has.iter().collect::<Vec<_>>());
+        blocks.into_iter().for_each(|b| self.count_one(&traits, b, up));
+    }
+
+    fn window_max(&self) -> u32 {
+        ((WINDOW_MAX_BYTES / self.block_size) as u32).max(WINDOW_MIN)
+    }
+
+    /// The next request to send, noted as sent; `None`: nothing to ask for at the moment.
+    pub fn next(&mut self, now_us: u64) -> Option<Pick> {
+        if self.missing() == 0 {
+            return None;
+        }
+        let pick = if self.wanted.ones() == 0 {
+            self.endgame(now_us)
+        } else if let Some(pick) = self.choose(now_us, Mode::Strict) {
+            self.starved_since_us = None;
+            Some(pick)
+        } else if self.asked.len() < WINDOW_MIN as usize {
+            let since = *self.starved_since_us.get_or_insert(now_us);
+            if now_us >= since + STARVED_US {
+                self.choose(now_us, Mode::Starved)
+            } else {
+                None
+            }
+        } else {
+            None
+        };
+        if let Some(pick) = pick {
+            let p = self.peers.get_mut(&pick.peer).expect("chosen among the peers");
+            if p.asked.is_empty() {
+                p.measured_bytes = 0;
+                p.measured_from_us = now_us;
+            }
+            p.asked.insert(
+                pick.block,
+                Asked {
+                    at_us: now_us,
+                    canceled: false,
+                },
+            );
+            self.asked.entry(pick.block).or_default().push(pick.peer);
+            self.wanted.clear(pick.block);
+        }
+        pick
+    }
+
+    fn choose(&mut self, now_us: u64, mode: Mode) -> Option<Pick> {
+        self.refresh_owned();
+        let mut order: Vec<_> = self
+            .peers
+            .iter()
+            .filter(|(_, p)| p.room(now_us) && p.has.ones() > 0)
+            .map(|(i, p)| {
+                // A seed first: its first copies are what everybody waits for. In need, it comes last.
+                let class = match (p.traits.seed, p.traits.near) {
+                    (true, _) if mode == Mode::Strict => 0,
+                    (false, true) => 1,
+                    (false, false) => 2,
+                    (true, _) => 3,
+                };
+                let load = p.asked.len() as u32 * 1024 / p.window;
+                ((class, load, weight(self.node, *i)), *i)
+            })
+            .collect();
+        order.sort_unstable();
+        order
+            .into_iter()
+            .find_map(|(_, peer)| self.best_of(peer, now_us, mode))
+    }
+
+    fn best_of(&self, peer: PeerIndex, now_us: u64, mode: Mode) -> Option<Pick> {
+        let p = &self.peers[&peer];
+        let receivers = self.peers.values().filter(|q| !q.traits.seed).count();
+        let others = receivers - usize::from(!p.traits.seed);
+        let words = self.wanted.words();
+        let start = (self.node % words as u64) as usize;
+        let mut looked_at = 0;
+        let mut best: Option<((bool, u16, u64), u32)> = None;
+        for i in 0..words {
+            let w = (start + i) % words;
+            for bit in ones(self.wanted.word(w) & p.has.word(w)) {
+                let block = w as u32 * 64 + bit;
+                let at = block as usize;
+                if mode == Mode::Strict {
+                    let elsewhere = p.traits.seed && self.relays[at] > 0;
+                    let nearer = !p.traits.near && self.near[at] > 0;
+                    if elsewhere || nearer || p.deferred.get(&block).is_some_and(|until| *until > now_us) {
+                        continue;
+                    }
+                }
+                looked_at += 1;
+                let not_mine = p.traits.seed && !self.owns(block);
+                let score = (not_mine, self.holders[at], weight(self.node, block));
+                if best.is_none_or(|(s, _)| score < s) {
+                    best = Some((score, block));
+                }
+            }
+            if looked_at >= SAMPLE {
+                break;
+            }
+        }
+        let (_, block) = best?;
+        let other_relays =
+            self.relays[block as usize] - u16::from(!p.traits.seed && p.stalled_since_us.is_none());
+        let unless_sent = mode == Mode::Strict && others > 0 && other_relays == 0;
+        Some(Pick {
+            peer,
+            block,
+            unless_sent,
+        })
+    }
+
+    /// Everything missing is asked for: ask a second, idle peer for what is late.
+    fn endgame(&mut self, now_us: u64) -> Option<Pick> {
+        let allowed = (self.have.len() / 100).max(ENDGAME_MIN);
+        if self.missing() > ENDGAME_BLOCKS || self.duplicates >= allowed {
+            return None;
+        }
+        let mut late: Vec<_> = self
+            .asked
+            .iter()
+            .filter(|(_, at)| at.len() == 1)
+            .filter_map(|(block, at)| Some((self.peers.get(&at[0])?.asked.get(block)?.at_us, *block, at[0])))
+            .filter(|(at_us, ..)| now_us >= at_us + ENDGAME_AGE_US)
+            .collect();
+        late.sort_unstable();
+        for (_, block, slow) in late {
+            let idle = |(i, p): &(&PeerIndex, &Peer)| {
+                **i != slow && p.asked.is_empty() && p.room(now_us) && p.has.get(block)
+            };
+            let peer = self
+                .peers
+                .iter()
+                .filter(idle)
+                .min_by_key(|(i, p)| (p.traits.seed, !p.traits.near, **i));
+            if let Some((peer, _)) = peer {
+                let peer = *peer;
+                self.duplicates += 1;
+                return Some(Pick {
+                    peer,
+                    block,
+                    unless_sent: false,
+                });
+            }
+        }
+        None
+    }
+
+    fn owns(&self, block: u32) -> bool {
+        self.owned
+            .as_ref()
+            .is_some_and(|o| o.get(block >> self.group_shift))
+    }
+
+    /// Rendezvous hashing: of all receivers this node knows, itself included, whose weight is highest.
+    fn refresh_owned(&mut self) {
+        if self.owned.is_some() {
+            return;
+        }
+        let groups = (self.have.len() >> self.group_shift) + 1;
+        let rivals: Vec<u64> = self
+            .peers
+            .values()
+            .filter(|p| !p.traits.seed)
+            .map(|p| p.traits.hash)
+            .collect();
+        let mut owned = Bits::new(groups);
+        for group in 0..groups {
+            let mine = weight(self.node, group);
+            if rivals.iter().all(|r| weight(*r, group) <= mine) {
+                owned.set(group);
+            }
+        }
+        self.owned = Some(owned);
+    }
+
+    /// A block arrived from `peer`, in answer to a request.
+    pub fn delivered(&mut self, peer: PeerIndex, block: u32, bytes: u64, now_us: u64) -> Delivery {
+        self.answered(peer, block, Some(bytes), now_us);
+        if self.have.get(block) || self.verifying.get(block) {
+            return Delivery {
+                wanted: false,
+                cancel: vec![],
+            };
+        }
+        self.verifying.set(block);
+        self.wanted.clear(block);
+        let cancel = self.asked.remove(&block).unwrap_or_default();
+        for other in &cancel {
+            if let Some(asked) = self.peers.get_mut(other).and_then(|p| p.asked.get_mut(&block)) {
+                asked.canceled = true;
+            }
+        }
+        Delivery { wanted: true, cancel }
+    }
+
+    /// A request brought no block.
+    pub fn declined(&mut self, peer: PeerIndex, block: u32, why: Decline, now_us: u64) {
+        self.answered(peer, block, None, now_us);
+        match why {
+            Decline::NotHeld => self.retract(peer, block),
+            Decline::Busy => {
+                if let Some(p) = self.peers.get_mut(&peer) {
+                    p.busy_until_us = now_us + BUSY_US;
+                    p.window = (p.window / 2).max(WINDOW_MIN);
+                }
+            }
+            Decline::SentElsewhere => {
+                if let Some(p) = self.peers.get_mut(&peer) {
+                    p.deferred.retain(|_, until| *until > now_us);
+                    p.deferred.insert(block, now_us + DEFER_US);
+                }
+            }
+            Decline::Canceled => {}
+        }
+    }
+
+    fn answered(&mut self, peer: PeerIndex, block: u32, bytes: Option<u64>, now_us: u64) {
+        let window_max = self.window_max();
+        let block_size = self.block_size as f64;
+        let Some(p) = self.peers.get_mut(&peer) else {
+            return;
+        };
+        let Some(asked) = p.asked.remove(&block) else {
+            return;
+        };
+        p.last_delivery_us = now_us;
+        if let Some(bytes) = bytes {
+            let latency = (now_us - asked.at_us).max(1) as f64;
+            // Creeps up, so that a path that got longer is noticed.
+            p.min_latency_us = latency.min(p.min_latency_us * 1.01);
+            p.measured_bytes += bytes;
+            let span = now_us - p.measured_from_us;
+            if span > 0 && (p.measured_bytes as f64 >= 4.0 * block_size || span > 100_000) {
+                let now_rate = p.measured_bytes as f64 / span as f64;
+                // Up at once; down slowly, and only if there was enough asked to show what the path can do.
+                let busy = p.asked.len() as u32 + 1 >= p.window / 2;
+                if now_rate > p.rate {
+                    p.rate = now_rate;
+                } else if busy {
+                    p.rate += 0.3 * (now_rate - p.rate);
+                }
+                (p.measured_bytes, p.measured_from_us) = (0, now_us);
+                let wanted = (2.0 * p.rate * p.min_latency_us / block_size).ceil() as u32 + 1;
+                p.window = wanted.clamp(WINDOW_MIN, window_max);
+            }
+        }
+        let woke = p.stalled_since_us.take().is_some();
+        if woke {
+            self.count(peer, true);
+        }
+        if !asked.canceled {
+            self.release(peer, block);
+        }
+    }
+
+    /// To be called a few times per second: finds peers that owe and do not deliver.
+    pub fn tick(&mut self, now_us: u64) -> Vec<Stall> {
+        let mut stalls = Vec::new();
+        let peers: Vec<PeerIndex> = self.peers.keys().copied().collect();
+        for peer in peers {
+            let p = &self.peers[&peer];
+            if let Some(since) = p.stalled_since_us {
+                if now_us >= since + STALL_DROP_US {
+                    stalls.push(Stall {
+                        peer,
+                        cancel: vec![],
+                        drop: true,
+                    });
+                }
+                continue;
+            }
+            let Some(oldest) = p.asked.values().map(|a| a.at_us).min() else {
+                continue;
+            };
+            let usual = if p.min_latency_us.is_finite() {
+                (p.min_latency_us * 8.0) as u64
+            } else {
+                0
+            };
+            if now_us < oldest.max(p.last_delivery_us) + STALL_US.max(usual) {
+                continue;
+            }
+            // Where nobody else has a block, waiting is all there is.
+            let standing = p.asked.iter().filter(|(_, a)| !a.canceled).map(|(b, _)| *b);
+            let cancel: Vec<u32> = standing.filter(|b| self.holders[*b as usize] > 1).collect();
+            if cancel.is_empty() {
+                continue;
+            }
+            self.count(peer, false);
+            let p = self.peers.get_mut(&peer).expect("just seen");
+            p.stalled_since_us = Some(now_us);
+            p.window = WINDOW_MIN;
+            for block in &cancel {
+                p.asked.get_mut(block).expect("standing").canceled = true;
+            }
+            for block in &cancel {
+                self.release(peer, *block);
+            }
+            stalls.push(Stall {
+                peer,
+                cancel,
+                drop: false,
+            });
+        }
+        stalls
+    }
+
+    /// Duplicate requests so far.
+    pub fn duplicates(&self) -> u32 {
+        self.duplicates
+    }
+}
+
+#[cfg(test)]
+#[path = "chooser_tests.rs"]
+mod tests;

@@ -1,0 +1,711 @@
+//! One artifact on its way to this node: the loop that feeds the chooser with what peers say and does what it
+//! picks. A single task owns the state; links, dials and writers report to it, and it never waits for any of
+//! them alone.
+
+use super::{
+    BUDGET_UNIT_BYTES, Inner,
+    bits::Bits,
+    chooser::{Chooser, PeerTraits, hash_id},
+    link::{Event, Link},
+    repair::{ListFetch, ListState},
+    words::{Change, PeerIndex, Words},
+};
+use crate::{
+    store::{Artifact, WriteError},
+    task::{TaskFailure, TransferCounters},
+    transport::{ConnectError, PeerAddress, buffer::BlockBuffer},
+};
+use futures_util::future::BoxFuture;
+use mooncake_proto::{digest::Digest, manifest::Seal};
+use std::{
+    collections::{BTreeMap, HashMap},
+    io,
+    sync::Arc,
+    time::{Duration, Instant},
+};
+use tokio::{
+    sync::{OwnedSemaphorePermit, mpsc, watch},
+    task::JoinSet,
+    time::MissedTickBehavior,
+};
+use tokio_util::sync::CancellationToken;
+
+/// Most peers that one fetch is connected to: enough that every block is near, few enough that what they say
+/// costs nothing. The master's peer sets are smaller where clusters are large.
+const MAX_PEERS: usize = 64;
+/// Events that wait for the loop before the links have to.
+const EVENT_QUEUE: usize = 1024;
+/// How often stalls, retries and deferred blocks are looked at while something is missing.
+const TICK: Duration = Duration::from_millis(50);
+/// First wait before a peer is dialled again; doubles up to [`RETRY_MAX`].
+const RETRY_MIN: Duration = Duration::from_millis(200);
+/// Longest wait before a peer is dialled again.
+const RETRY_MAX: Duration = Duration::from_secs(10);
+/// Longest penalty of a peer that sent bad bytes.
+const PENALTY_MAX: Duration = Duration::from_secs(3600);
+/// How often a fetch that gets nowhere says so in the log.
+pub const REPORT_EVERY: Duration = Duration::from_secs(30);
+
+/// A peer that sent what it should not.
+#[derive(Clone, Debug, PartialEq, Eq)]
+pub struct BadSource {
+    /// Its node id.
+    pub node_id: String,
+    /// For a person.
+    pub reason: String,
+}
+
+/// Who is told of bad peers, as they are found. Must not block.
+pub type BadSources = Arc<dyn Fn(BadSource) + Send + Sync>;
+
+/// One connection to one peer, while it lasts.
+pub(super) struct Session {
+    pub(super) node_id: String,
+    seed: bool,
+    pub(super) link: Arc<Link>,
+    pub(super) subscription: u32,
+    /// What was asked for: the request's id, and the digest that the peer had announced.
+    requests: HashMap<u32, (u64, Digest)>,
+    /// The root over the peer's own list, once it is whole.
+    pub(super) own_root: Option<Digest>,
+}
+
+#[derive(Clone, Copy, Debug, PartialEq, Eq)]
+enum Contact {
+    Connected(PeerIndex),
+    Dialling,
+    /// To be dialled from then on.
+    Waiting(Instant),
+}
+
+/// A peer on the list.
+struct Listed {
+    address: PeerAddress,
+    contact: Contact,
+    /// Dials in a row without success.
+    failures: u32,
+    /// Times it sent bad bytes.
+    strikes: u32,
+    last_error: Option<String>,
+}
+
+/// What a task of the fetch brings back.
+pub(super) enum Done {
+    Dialled {
+        address: PeerAddress,
+        link: Result<Arc<Link>, ConnectError>,
+    },
+    Written {
+        peer: PeerIndex,
+        block: u32,
+        result: Result<(), WriteError>,
+    },
+    OwnRoot(Option<Seal>),
+    Forgot {
+        blocks: Vec<u32>,
+        result: io::Result<()>,
+    },
+    ListChecked {
+        peer: PeerIndex,
+        list: Vec<Digest>,
+        root: Digest,
+    },
+}
+
+/// The state of one fetch.
+pub(super) struct Fetch {
+    swarm: Arc<Inner>,
+    pub(super) artifact: Arc<Artifact>,
+    counters: Arc<TransferCounters>,
+    bad_sources: BadSources,
+    pub(super) chooser: Chooser,
+    pub(super) words: Words,
+    pub(super) sessions: BTreeMap<PeerIndex, Session>,
+    listed: BTreeMap<String, Listed>,
+    next_peer: PeerIndex,
+    events: mpsc::Sender<Event>,
+    /// Blocks of which some bytes came before in this fetch.
+    received: Bits,
+    /// Position in [`Artifact::added`].
+    seen: usize,
+    pub(super) tasks: JoinSet<Done>,
+    pub(super) writing: usize,
+    pub(super) list: ListState,
+    pub(super) seal: Option<Seal>,
+    started: Instant,
+    last_progress: Instant,
+}
+
+impl Fetch {
+    pub(super) fn new(
+        swarm: Arc<Inner>,
+        artifact: Arc<Artifact>,
+        counters: Arc<TransferCounters>,
+        bad_sources: BadSources,
+    ) -> Self {
+        let blocks = artifact.blocks().len();
+        let chooser = Chooser::new(
+            hash_id(&swarm.hello.node_id),
+            blocks,
+            artifact.blocks().block_size(),
+        );
+        Self {
+            swarm,
+            artifact,
+            counters,
+            bad_sources,
+            chooser,
+            words: Words::new(blocks),
+            sessions: BTreeMap::new(),
+            listed: BTreeMap::new(),
+            next_peer: 0,
+            // Replaced in `run`, which keeps the other end.
+            events: mpsc::channel(1).0,
+            received: Bits::new(blocks),
+            seen: 0,
+            tasks: JoinSet::new(),
+            writing: 0,
+            list: ListState::default(),
+            seal: None,
+            started: Instant::now(),
+            last_progress: Instant::now(),
+        }
+    }
+
+    fn now_us(&self) -> u64 {
+        self.started.elapsed().as_micros() as u64
+    }
+
+    pub(super) async fn run(
+        mut self,
+        mut peers: watch::Receiver<Vec<PeerAddress>>,
+        mut seal: watch::Receiver<Option<Seal>>,
+        cancel: CancellationToken,
+    ) -> Result<(), TaskFailure> {
+        let (events, mut inbox) = mpsc::channel(EVENT_QUEUE);
+        self.events = events;
+        let mut tick = tokio::time::interval(TICK);
+        tick.set_missed_tick_behavior(MissedTickBehavior::Delay);
+        let mut slow_tick = tokio::time::interval(Duration::from_secs(1));
+        slow_tick.set_missed_tick_behavior(MissedTickBehavior::Delay);
+        // A permit in hand is what allows the next request.
+        let mut permit: Option<OwnedSemaphorePermit> = None;
+        let mut waiting: Option<BoxFuture<'static, OwnedSemaphorePermit>> = None;
+        // A watch whose sender is gone keeps its last value: nothing changes any more.
+        let (mut peers_open, mut seal_open) = (true, true);
+        self.list_peers(&peers.borrow_and_update().clone());
+        self.take_seal(*seal.borrow_and_update())?;
+        loop {
+            self.sync_with_store();
+            if self.advance_proof()? {
+                return Ok(());
+            }
+            self.pump(&mut permit, &mut waiting);
+            tokio::select! {
+                biased;
+                () = cancel.cancelled() => return Err(TaskFailure::canceled()),
+                changed = peers.changed(), if peers_open => match changed {
+                    Ok(()) => self.list_peers(&peers.borrow_and_update().clone()),
+                    Err(_) => peers_open = false,
+                },
+                changed = seal.changed(), if seal_open => match changed {
+                    Ok(()) => self.take_seal(*seal.borrow_and_update())?,
+                    Err(_) => seal_open = false,
+                },
+                Some(done) = self.tasks.join_next() => match done {
+                    Ok(done) => self.done(done)?,
+                    Err(e) => return Err(TaskFailure::retryable("internal_error", format!("a task of the transfer of {} failed: {e}", self.artifact.model()))),
+                },
+                Some(event) = inbox.recv() => {
+                    self.event(event);
+                    // What is there already is taken in one go, before new requests are chosen.
+                    while let Ok(event) = inbox.try_recv() {
+                        self.event(event);
+                    }
+                }
+                got = async { waiting.as_mut().expect("guarded").await }, if waiting.is_some() => {
+                    permit = Some(got);
+                    waiting = None;
+                }
+                _ = tick.tick(), if !self.chooser.whole() => self.tick(),
+                _ = slow_tick.tick() => self.slow_tick()?,
+            }
+        }
+    }
+
+    /// Sends requests while there is something to ask for and room in the budget.
+    fn pump(
+        &mut self,
+        permit: &mut Option<OwnedSemaphorePermit>,
+        waiting: &mut Option<BoxFuture<'static, OwnedSemaphorePermit>>,
+    ) {
+        let units = self.artifact.blocks().block_size() / BUDGET_UNIT_BYTES;
+        loop {
+            if permit.is_none() {
+                if waiting.is_some() || self.chooser.missing() == 0 || self.sessions.is_empty() {
+                    if self.chooser.missing() == 0 {
+                        *waiting = None;
+                    }
+                    return;
+                }
+                match self.swarm.budget.clone().try_acquire_many_owned(units) {
+                    Ok(got) => *permit = Some(got),
+                    Err(_) => {
+                        let acquire = self.swarm.budget.clone().acquire_many_owned(units);
+                        *waiting = Some(Box::pin(async { acquire.await.expect("never closed") }));
+                        return;
+                    }
+                }
+            }
+            let Some(pick) = self.chooser.next(self.now_us()) else {
+                // Others may have use for it.
+                *permit = None;
+                return;
+            };
+            let expected = self.words.expected(pick.block);
+            let len = self
+                .artifact
+                .blocks()
+                .locate(pick.block)
+                .expect("a block of the artifact")
+                .len;
+            let mut paid = permit.take().expect("just acquired");
+            let needed = len.div_ceil(BUDGET_UNIT_BYTES).min(units);
+            drop(paid.split((units - needed) as usize));
+            let session = self
+                .sessions
+                .get_mut(&pick.peer)
+                .expect("the chooser knows the sessions' peers only");
+            let expected = expected.expect("only announced blocks are asked for");
+            match session
+                .link
+                .request(session.subscription, pick.block, len, pick.unless_sent, paid)
+            {
+                Ok(request) => {
+                    session.requests.insert(pick.block, (request, expected));
+                }
+                // The link's end is in the inbox already, or about to be.
+                Err(_) => self.leave(pick.peer, false),
+            }
+        }
+    }
+
+    // ---- the list of peers ----------------------------------------------------------------------------
+
+    fn list_peers(&mut self, peers: &[PeerAddress]) {
+        let own = self.swarm.hello.node_id.clone();
+        let mut listed = BTreeMap::new();
+        for address in peers.iter().filter(|p| p.node_id != own) {
+            if listed.contains_key(&address.node_id) {
+                continue;
+            }
+            let entry = match self.listed.remove(&address.node_id) {
+                Some(known) if known.address == *address => known,
+                known => {
+                    if let Some(Listed {
+                        contact: Contact::Connected(peer),
+                        ..
+                    }) = known
+                    {
+                        self.leave(peer, false);
+                    }
+                    let strikes = known.map_or(0, |k| k.strikes);
+                    let contact = Contact::Waiting(Instant::now());
+                    Listed {
+                        address: address.clone(),
+                        contact,
+                        failures: 0,
+                        strikes,
+                        last_error: None,
+                    }
+                }
+            };
+            listed.insert(address.node_id.clone(), entry);
+        }
+        let gone = std::mem::replace(&mut self.listed, listed);
+        for (_, listed) in gone {
+            if let Contact::Connected(peer) = listed.contact {
+                self.leave(peer, false);
+            }
+        }
+        self.dial_due();
+    }
+
+    fn near(&self, address: &PeerAddress) -> bool {
+        match (&self.swarm.config.rack, address.labels.get("rack")) {
+            (Some(own), Some(theirs)) => own == theirs,
+            _ => true,
+        }
+    }
+
+    /// Dials who is due, seed and own rack first, within the bound.
+    fn dial_due(&mut self) {
+        let now = Instant::now();
+        let busy = self
+            .listed
+            .values()
+            .filter(|l| !matches!(l.contact, Contact::Waiting(_)))
+            .count();
+        let own = hash_id(&self.swarm.hello.node_id);
+        let mut due: Vec<_> = self
+            .listed
+            .values()
+            .filter(|l| matches!(l.contact, Contact::Waiting(from) if from <= now))
+            .map(|l| {
+                let a = &l.address;
+                // Beyond the bound each node takes others, by a hash of both.
+                ((!a.seed, !self.near(a), hash_id(&a.node_id) ^ own), a.clone())
+            })
+            .collect();
+        due.sort_unstable_by_key(|(order, _)| *order);
+        for (_, address) in due.into_iter().take(MAX_PEERS.saturating_sub(busy)) {
+            self.listed
+                .get_mut(&address.node_id)
+                .expect("just listed")
+                .contact = Contact::Dialling;
+            let swarm = self.swarm.clone();
+            self.tasks.spawn(async move {
+                let link = swarm.links.get(&address).await;
+                Done::Dialled { address, link }
+            });
+        }
+    }
+
+    fn dialled(&mut self, address: PeerAddress, link: Result<Arc<Link>, ConnectError>) {
+        let peer = self.next_peer;
+        let near = self.near(&address);
+        let Some(listed) = self.listed.get_mut(&address.node_id) else {
+            return;
+        };
+        if listed.contact != Contact::Dialling || listed.address != address {
+            return; // the list changed meanwhile
+        }
+        let subscribed = match link {
+            Ok(link) => match link.subscribe(&self.artifact, peer, self.events.clone()) {
+                Ok(subscription) => Ok((link, subscription)),
+                Err(_) => Err("the connection closed at once".to_owned()),
+            },
+            Err(e) => Err(e.to_string()),
+        };
+        let (link, subscription) = match subscribed {
+            Ok(ok) => ok,
+            Err(error) => {
+                if listed.last_error.as_ref() != Some(&error) {
+                    tracing::info!(model = %self.artifact.model(), node = %address.node_id, %error, "a peer is out of reach; trying on");
+                }
+                listed.last_error = Some(error);
+                listed.failures += 1;
+                let wait = retry_after(listed.failures, hash_id(&address.node_id) ^ self.now_us());
+                let listed = self.listed.get_mut(&address.node_id).expect("just seen");
+                listed.contact = Contact::Waiting(Instant::now() + wait);
+                return;
+            }
+        };
+        self.next_peer += 1;
+        listed.contact = Contact::Connected(peer);
+        listed.last_error = None;
+        let traits = PeerTraits {
+            hash: hash_id(&address.node_id),
+            seed: address.seed,
+            near,
+        };
+        self.chooser.add_peer(peer, traits);
+        let session = Session {
+            node_id: address.node_id,
+            seed: address.seed,
+            link,
+            subscription,
+            requests: HashMap::new(),
+            own_root: None,
+        };
+        self.sessions.insert(peer, session);
+    }
+
+    /// Ends a session; the peer stays on the list and is dialled again in its time. `broken`: it sent bad
+    /// bytes, so that its word is worth nothing.
+    fn leave(&mut self, peer: PeerIndex, broken: bool) {
+        let Some(session) = self.sessions.remove(&peer) else {
+            return;
+        };
+        session.link.unsubscribe(session.subscription);
+        self.chooser.remove_peer(peer);
+        let changes = self.words.leave(peer, broken);
+        for (block, change) in changes {
+            self.apply(block, change);
+        }
+        self.list.left(peer);
+        let penalty = self.swarm.config.penalty;
+        let now_us = self.now_us();
+        if let Some(listed) = self.listed.get_mut(&session.node_id)
+            && listed.contact == Contact::Connected(peer)
+        {
+            let wait = if broken {
+                listed.strikes += 1;
+                (penalty * 4u32.saturating_pow(listed.strikes - 1)).min(PENALTY_MAX)
+            } else {
+                listed.failures += 1;
+                retry_after(listed.failures, hash_id(&session.node_id) ^ now_us)
+            };
+            listed.contact = Contact::Waiting(Instant::now() + wait);
+        }
+    }
+
+    /// A peer broke its word: report it and leave it.
+    pub(super) fn blame(&mut self, peer: PeerIndex, reason: String) {
+        let Some(session) = self.sessions.get(&peer) else {
+            return;
+        };
+        let node_id = session.node_id.clone();
+        tracing::warn!(model = %self.artifact.model(), node = %node_id, %reason, "leaving a bad peer");
+        (self.bad_sources)(BadSource { node_id, reason });
+        self.leave(peer, true);
+    }
+
+    // ---- what peers say -------------------------------------------------------------------------------
+
+    pub(super) fn apply(&mut self, block: u32, change: Change) {
+        for peer in change.unusable {
+            self.chooser.retract(peer, block);
+        }
+        for peer in change.usable {
+            self.chooser.announce(peer, block);
+        }
+    }
+
+    fn event(&mut self, event: Event) {
+        match event {
+            Event::Status {
+                peer,
+                known,
+                own_root,
+            } => {
+                let Some(session) = self.sessions.get_mut(&peer) else {
+                    return;
+                };
+                let node_id = session.node_id.clone();
+                session.own_root = own_root;
+                if !known {
+                    self.chooser.retract_all(peer);
+                    for (block, change) in self.words.leave(peer, false) {
+                        self.apply(block, change);
+                    }
+                }
+                if let Some(listed) = self.listed.get_mut(&node_id) {
+                    listed.failures = 0; // it talks to us
+                }
+            }
+            Event::Have { peer, blocks } => {
+                let Some(session) = self.sessions.get(&peer) else {
+                    return;
+                };
+                let seed = session.seed;
+                for (block, digest) in blocks {
+                    let change = self.words.announce(peer, seed, block, digest);
+                    self.apply(block, change);
+                }
+            }
+            Event::Block {
+                peer,
+                block,
+                bytes,
+                permit,
+            } => self.block(peer, block, bytes, permit),
+            Event::Declined { peer, block, why } => {
+                if let Some(session) = self.sessions.get_mut(&peer) {
+                    session.requests.remove(&block);
+                    if why == super::chooser::Decline::NotHeld {
+                        let change = self.words.retract(peer, block);
+                        self.apply(block, change);
+                    }
+                    let now_us = self.now_us();
+                    self.chooser.declined(peer, block, why, now_us);
+                }
+            }
+            Event::Digests { peer, first, digests } => self.list_part(peer, first, digests),
+            Event::Down { peer, why } => {
+                if let Some(session) = self.sessions.get(&peer) {
+                    tracing::info!(model = %self.artifact.model(), node = %session.node_id, %why, "lost a peer; dialling it again");
+                    if let Some(listed) = self.listed.get_mut(&session.node_id) {
+                        listed.last_error = Some(why);
+                    }
+                    self.leave(peer, false);
+                }
+            }
+        }
+    }
+
+    fn block(&mut self, peer: PeerIndex, block: u32, bytes: BlockBuffer, permit: OwnedSemaphorePermit) {
+        self.counters.add_fetched(bytes.len() as u64);
+        if !self.received.set(block) {
+            self.counters.add_refetched(bytes.len() as u64);
+        }
+        let Some(session) = self.sessions.get_mut(&peer) else {
+            return;
+        };
+        let Some((_, promised)) = session.requests.remove(&block) else {
+            return;
+        };
+        let now_us = self.now_us();
+        let delivery = self.chooser.delivered(peer, block, bytes.len() as u64, now_us);
+        for other in delivery.cancel {
+            self.cancel(other, block);
+        }
+        if !delivery.wanted {
+            return;
+        }
+        // The peer is held to its own word; if another word counts by now, the bytes are of no use.
+        if self.words.expected(block) != Some(promised) {
+            self.chooser.failed(block);
+            return;
+        }
+        let (artifact, writers) = (self.artifact.clone(), self.swarm.writers.clone());
+        self.writing += 1;
+        self.tasks.spawn(async move {
+            let _slot = writers.acquire_owned().await.expect("never closed");
+            let write = tokio::task::spawn_blocking(move || {
+                let result = artifact.write_block(block, &promised, &bytes);
+                drop((bytes, permit));
+                result
+            });
+            let result = write.await.expect("writing a block does not panic");
+            Done::Written { peer, block, result }
+        });
+    }
+
+    fn cancel(&self, peer: PeerIndex, block: u32) {
+        if let Some(session) = self.sessions.get(&peer)
+            && let Some((request, _)) = session.requests.get(&block)
+        {
+            session.link.cancel(*request);
+        }
+    }
+
+    // ---- what tasks bring back ------------------------------------------------------------------------
+
+    fn done(&mut self, done: Done) -> Result<(), TaskFailure> {
+        match done {
+            Done::Dialled { address, link } => self.dialled(address, link),
+            Done::Written { peer, block, result } => {
+                self.writing -= 1;
+                match result {
+                    Ok(()) | Err(WriteError::AlreadyHeld { .. }) => {
+                        self.chooser.obtained(block);
+                        self.last_progress = Instant::now();
+                    }
+                    Err(e @ (WriteError::DigestMismatch { .. } | WriteError::WrongLength { .. })) => {
+                        self.chooser.failed(block);
+                        self.blame(
+                            peer,
+                            format!("sent bytes that are not what it had announced: {e}"),
+                        );
+                    }
+                    Err(e) => {
+                        let code = e.code();
+                        let message = format!("transfer of {}: {e}", self.artifact.model());
+                        let retryable = matches!(code, "disk_error" | "staging_closed");
+                        return Err(TaskFailure {
+                            code: code.to_owned(),
+                            message,
+                            retryable,
+                        });
+                    }
+                }
+            }
+            Done::OwnRoot(seal) => self.list.own_root(seal),
+            Done::Forgot { blocks, result } => self.forgot(blocks, result)?,
+            Done::ListChecked { peer, list, root } => self.list_checked(peer, list, root),
+        }
+        Ok(())
+    }
+
+    /// Blocks that are held on the disk, whoever put them there.
+    fn sync_with_store(&mut self) {
+        let fresh = self.artifact.added(self.seen);
+        self.seen += fresh.len();
+        for block in fresh {
+            if !self.chooser.have().get(block) && self.artifact.has(block) {
+                self.chooser.obtained(block);
+            }
+        }
+    }
+
+    fn tick(&mut self) {
+        let now_us = self.now_us();
+        for stall in self.chooser.tick(now_us) {
+            for block in &stall.cancel {
+                self.cancel(stall.peer, *block);
+            }
+            if let Some(session) = self.sessions.get(&stall.peer) {
+                let (model, node) = (self.artifact.model(), &session.node_id);
+                if stall.drop {
+                    tracing::warn!(%model, %node, "a peer delivers nothing; leaving it for now");
+                    self.leave(stall.peer, false);
+                } else {
+                    tracing::info!(%model, %node, blocks = stall.cancel.len(), "a peer is stalled; asking others");
+                }
+            }
+        }
+        self.dial_due();
+    }
+
+    fn slow_tick(&mut self) -> Result<(), TaskFailure> {
+        if let Some(why) = self.artifact.closed() {
+            let message = format!(
+                "transfer of {}: its staging is closed: {why}",
+                self.artifact.model()
+            );
+            return Err(TaskFailure::retryable("staging_closed", message));
+        }
+        self.dial_due();
+        if !self.chooser.whole() && self.last_progress.elapsed() >= REPORT_EVERY {
+            self.last_progress = Instant::now();
+            let errors: Vec<_> = self
+                .listed
+                .iter()
+                .filter_map(|(node, l)| Some(format!("{node}: {}", l.last_error.as_ref()?)))
+                .take(8)
+                .collect();
+            tracing::warn!(
+                model = %self.artifact.model(),
+                have = self.chooser.have().ones(), blocks = self.artifact.blocks().len(),
+                connected = self.sessions.len(), listed = self.listed.len(), ?errors,
+                "no block came for {} s; waiting for peers", REPORT_EVERY.as_secs()
+            );
+        }
+        Ok(())
+    }
+
+    /// The list fetch that is due, if any peer can give the list.
+    pub(super) fn start_list(&mut self, seal: &Seal) {
+        let found = self
+            .sessions
+            .iter()
+            .find(|(_, s)| s.own_root == Some(seal.root))
+            .map(|(p, _)| *p);
+        let Some(peer) = found else { return };
+        let session = &self.sessions[&peer];
+        match ListFetch::start(
+            peer,
+            &session.link,
+            session.subscription,
+            self.artifact.blocks().len(),
+        ) {
+            Ok(fetch) => self.list.started(fetch),
+            Err(_) => self.leave(peer, false),
+        }
+    }
+}
+
+impl Drop for Fetch {
+    fn drop(&mut self) {
+        for session in self.sessions.values() {
+            session.link.unsubscribe(session.subscription);
+        }
+    }
+}
+
+/// Exponential, with a jitter of half the wait, so that nodes do not dial in step.
+fn retry_after(failures: u32, noise: u64) -> Duration {
+    let whole = (RETRY_MIN * 2u32.saturating_pow(failures.saturating_sub(1).min(16))).min(RETRY_MAX);
+    whole / 2 + (whole / 2).mul_f64((noise % 1024) as f64 / 1024.0)
+}

@@ -1,0 +1,169 @@
+//! The swarm: nodes pull verified blocks from each other while they and their peers still receive.
+//!
+//! - [`Swarm::serve`] answers on the data port: whatever this node verified, of artifacts in staging and of
+//!   published ones, goes to whoever asks, block by block, from the first one on.
+//! - [`Swarm::fetch`] brings one artifact to this node from any peers that have it.
+//!
+//! [`chooser`] (what to ask of whom), [`words`] (which digest to expect), [`sent`] (one copy before a second)
+//! and [`bits`] are pure; `link` is the puller's end of a connection, `serve` the server's, `fetch` the loop
+//! that joins them.
+//!
+//! # Guaranteed
+//! - Nothing is recorded whose bytes did not match the digest that their sender had announced for them; a
+//!   sender of other bytes is reported and left (it may come back after a penalty that quadruples, for it
+//!   may be the only holder and the fault may have been the wire's).
+//! - [`Swarm::fetch`] returns `Ok` only when every block is held and the node's own digest list reproduces the
+//!   seal. A peer that lied before the seal was known costs work: the right list is fetched from a peer, proven
+//!   against the root, and what differs is forgotten and fetched again.
+//! - The masters are not needed: with peers and seal known, or with the seal to come, a transfer goes on.
+//! - Memory: blocks requested or received and not yet written are within [`SwarmConfig::buffer_bytes`] for all
+//!   fetches of the node together.
+//! - No block is asked of a node that is not the one that was named (the hello proves it, as far as the
+//!   cluster secret goes), and never of oneself.
+//!
+//! # Not guaranteed
+//! - An end: while no peer is reachable, or no peer has a block, a fetch waits (and says so in the log, every
+//!   [`fetch::REPORT_EVERY`]); the master decides when that is a failure.
+//! - Secrecy.
+
+pub mod bits;
+pub mod chooser;
+pub mod fetch;
+mod link;
+mod repair;
+pub mod sent;
+mod serve;
+#[cfg(test)]
+mod tests;
+pub mod words;
+
+pub use crate::transport::PeerAddress;
+pub use fetch::{BadSource, BadSources};
+pub use serve::ServeStats;
+
+use crate::{
+    store::{Artifact, Store},
+    task::{TaskFailure, TransferCounters},
+    transport::{Transport, buffer::BufferPool, tcp::Tcp},
+};
+use link::Links;
+use mooncake_proto::{hello::HelloConfig, manifest::Seal};
+use serve::Server;
+use std::{sync::Arc, time::Duration};
+use tokio::{
+    net::TcpListener,
+    sync::{Semaphore, watch},
+};
+use tokio_util::sync::CancellationToken;
+
+/// Unit of the buffer budget.
+const BUDGET_UNIT_BYTES: u32 = 1024;
+
+/// How the swarm of a node behaves.
+#[derive(Clone, Debug)]
+pub struct SwarmConfig {
+    /// Most blocks sent at a time. Each takes a thread while it is sent; 16 keep any link busy and leave each
+    /// receiver a share in which a block still takes milliseconds.
+    pub max_uploads: usize,
+    /// Most bytes requested or received and not yet written, over all fetches.
+    pub buffer_bytes: usize,
+    /// Most blocks being hashed and written at a time.
+    pub max_writers: usize,
+    /// This node's rack, if racks are known (`rack` of its labels).
+    pub rack: Option<String>,
+    /// First penalty of a peer that sent bad bytes; quadruples each time.
+    pub penalty: Duration,
+}
+
+impl Default for SwarmConfig {
+    fn default() -> Self {
+        let cores = std::thread::available_parallelism().map_or(2, |n| n.get());
+        Self {
+            max_uploads: 16,
+            buffer_bytes: 64 << 20,
+            max_writers: (2 * cores).clamp(4, 32),
+            rack: None,
+            penalty: Duration::from_secs(30),
+        }
+    }
+}
+
+struct Inner {
+    hello: Arc<HelloConfig>,
+    config: SwarmConfig,
+    links: Links,
+    server: Arc<Server>,
+    /// In units of [`BUDGET_UNIT_BYTES`].
+    budget: Arc<Semaphore>,
+    writers: Arc<Semaphore>,
+}
+
+/// A handle, cheap to clone. One per node.
+#[derive(Clone)]
+pub struct Swarm {
+    inner: Arc<Inner>,
+}
+
+impl Swarm {
+    /// Serves from `store`, says `hello` on every connection.
+    pub fn new(store: Store, hello: Arc<HelloConfig>, config: SwarmConfig) -> Self {
+        let tcp: Arc<dyn Transport> = Arc::new(Tcp::new(hello.clone()));
+        Self::with_transports(store, hello, config, vec![tcp])
+    }
+
+    /// Like [`Swarm::new`], dialling with `transports`: preferred ones first, TCP last.
+    pub fn with_transports(
+        store: Store,
+        hello: Arc<HelloConfig>,
+        config: SwarmConfig,
+        transports: Vec<Arc<dyn Transport>>,
+    ) -> Self {
+        assert!(!transports.is_empty(), "at least TCP");
+        let buffers = Arc::new(BufferPool::default());
+        // Two of the largest blocks must fit, or a fetch could not move at all.
+        let least = 2 * *mooncake_proto::manifest::BLOCK_SIZE_RANGE.end() as usize;
+        let budget = config.buffer_bytes.max(least) / BUDGET_UNIT_BYTES as usize;
+        Self {
+            inner: Arc::new(Inner {
+                links: Links::new(transports, buffers.clone()),
+                server: Arc::new(Server::new(
+                    store,
+                    hello.clone(),
+                    buffers,
+                    config.max_uploads.max(1),
+                )),
+                budget: Arc::new(Semaphore::new(budget)),
+                writers: Arc::new(Semaphore::new(config.max_writers.max(1))),
+                hello,
+                config,
+            }),
+        }
+    }
+
+    /// Serves data connections on `listener` until `cancel`.
+    pub async fn serve(&self, listener: TcpListener, cancel: CancellationToken) {
+        self.inner.server.clone().run(listener, cancel).await;
+    }
+
+    /// What the serving side did so far.
+    pub fn stats(&self) -> &ServeStats {
+        &self.inner.server.stats
+    }
+
+    /// Fetches what `artifact` misses from `peers`, whose list may change at any time, and proves it by
+    /// `seal`, which may come at any time: returns `Ok` once every block is held and the digest list
+    /// reproduces the seal. Fails only for local reasons (disk, cancellation). What was verified stays.
+    pub async fn fetch(
+        &self,
+        artifact: Arc<Artifact>,
+        peers: watch::Receiver<Vec<PeerAddress>>,
+        seal: watch::Receiver<Option<Seal>>,
+        counters: Arc<TransferCounters>,
+        bad_sources: BadSources,
+        cancel: CancellationToken,
+    ) -> Result<(), TaskFailure> {
+        fetch::Fetch::new(self.inner.clone(), artifact, counters, bad_sources)
+            .run(peers, seal, cancel)
+            .await
+    }
+}

@@ -1,0 +1,756 @@
+//! The server's end of data connections: announces what this node verified, and sends it.
+//!
+//! Guaranteed: only verified blocks leave this node; every request is answered once; at most `max_uploads`
+//! blocks are being sent at a time, connections taking turns block by block in the order in which they came;
+//! a request that gets no slot in [`BUSY_AFTER`] is told `busy`. Not guaranteed: that the disk still gives back
+//! what was verified (the receiver checks).
+
+use super::{
+    link::{DIGESTS_PER_FRAME, parse_digests},
+    sent::{ConnectionId, SentLog},
+};
+use crate::{
+    store::{Artifact, Store},
+    transport::{
+        BlockSource, Connection, Frame, FrameReceiver, FrameSender, NoBlocks, Sent, buffer::BufferPool, tcp,
+    },
+};
+use mooncake_proto::{
+    digest::{Algorithm, Digest},
+    hello::HelloConfig,
+    ids::ModelRef,
+    pb::{peer as pb, session::DigestAlgorithm},
+};
+use parking_lot::Mutex;
+use pb::peer_message::Body;
+use prost::{Message, bytes::Bytes};
+use std::{
+    collections::{HashMap, VecDeque},
+    fs::File,
+    io,
+    sync::{
+        Arc, Weak,
+        atomic::{AtomicU64, AtomicUsize, Ordering},
+    },
+    time::{Duration, Instant},
+};
+use tokio::{
+    net::{TcpListener, TcpStream},
+    sync::{Notify, OwnedSemaphorePermit, Semaphore, mpsc},
+    task::JoinSet,
+};
+use tokio_util::sync::CancellationToken;
+
+/// Most data connections that are served: every node of the largest cluster dials at most one or two.
+const MAX_CONNECTIONS: usize = 2048;
+/// Most data connections of one node: one is what a node needs, a few more are there while it restarts.
+const MAX_CONNECTIONS_PER_NODE: usize = 8;
+/// Connections whose hello is not done: strangers that stay silent must not use up the process.
+const MAX_HANDSHAKES: usize = 256;
+/// Most subscriptions on one connection: each costs a task. 4,096 artifacts in flight at once between two
+/// nodes are far beyond what a node's session orders.
+const MAX_SUBSCRIPTIONS: usize = 4096;
+/// Most requests that wait on one connection; a puller's own budget (64 MiB) allows 256 of the smallest
+/// blocks and a few thousand tiny ones.
+const MAX_QUEUED_REQUESTS: usize = 8192;
+/// Control messages that wait on one connection before those who make them have to wait.
+const CONTROL_QUEUE: usize = 64;
+/// Pause between two announcements of one artifact on one connection: bounds the messages per second however
+/// fast blocks come in, and is short against a block's way through the swarm.
+const ANNOUNCE_INTERVAL: Duration = Duration::from_millis(10);
+/// How long a request waits for an upload slot before it is declined as busy.
+const BUSY_AFTER: Duration = Duration::from_secs(2);
+
+/// Counters of a server.
+#[derive(Debug, Default)]
+pub struct ServeStats {
+    /// Blocks' bytes sent.
+    pub uploaded_bytes: AtomicU64,
+    /// Blocks sent.
+    pub uploaded_blocks: AtomicU64,
+    /// Blocks being sent now.
+    pub uploads_active: AtomicUsize,
+    /// The most blocks that were ever being sent at once.
+    pub uploads_peak: AtomicUsize,
+    /// Requests declined as busy.
+    pub declined_busy: AtomicU64,
+}
+
+type Logs = Mutex<HashMap<Digest, Weak<Mutex<SentLog>>>>;
+
+/// What serves this node's blocks.
+pub(super) struct Server {
+    store: Store,
+    hello: Arc<HelloConfig>,
+    buffers: Arc<BufferPool>,
+    uploads: Arc<Semaphore>,
+    /// By manifest. Short sections, never across an await; so too the logs themselves.
+    logs: Logs,
+    /// Connections per node id. Short sections.
+    nodes: Mutex<HashMap<String, usize>>,
+    next_connection: AtomicU64,
+    started: Instant,
+    pub(super) stats: ServeStats,
+}
+
+/// One block on its way out. Holds the upload slot until the sending thread is done with it.
+struct Upload {
+    artifact: Arc<Artifact>,
+    block: u32,
+    server: Arc<Server>,
+    _slot: OwnedSemaphorePermit,
+}
+
+impl BlockSource for Upload {
+    fn open(&self) -> io::Result<(Arc<File>, u64, u32)> {
+        self.artifact.block_file(self.block)
+    }
+}
+
+impl Drop for Upload {
+    fn drop(&mut self) {
+        self.server.stats.uploads_active.fetch_sub(1, Ordering::Relaxed);
+    }
+}
+
+struct Queued {
+    request: u64,
+    subscription: u32,
+    block: u32,
+    artifact: Arc<Artifact>,
+    log: Arc<Mutex<SentLog>>,
+}
+
+/// What a subscription is served from; none while the artifact is not here.
+struct Served {
+    artifact: Option<Arc<Artifact>>,
+    log: Arc<Mutex<SentLog>>,
+    stop: CancellationToken,
+}
+
+/// One connection, as its tasks share it.
+struct Peer {
+    id: ConnectionId,
+    node_id: String,
+    control: mpsc::Sender<Bytes>,
+    /// Short sections, never across an await.
+    queue: Mutex<VecDeque<Queued>>,
+    /// With `queue`: something was pushed.
+    pushed: Notify,
+    /// Short sections, never across an await.
+    subscriptions: Mutex<HashMap<u32, Served>>,
+}
+
+impl Server {
+    pub(super) fn new(
+        store: Store,
+        hello: Arc<HelloConfig>,
+        buffers: Arc<BufferPool>,
+        max_uploads: usize,
+    ) -> Self {
+        Self {
+            store,
+            hello,
+            buffers,
+            uploads: Arc::new(Semaphore::new(max_uploads)),
+            logs: Mutex::default(),
+            nodes: Mutex::default(),
+            next_connection: AtomicU64::new(0),
+            started: Instant::now(),
+            stats: ServeStats::default(),
+        }
+    }
+
+    fn now_ms(&self) -> u64 {
+        self.started.elapsed().as_millis() as u64
+    }
+
+    fn log(&self, manifest: Digest) -> Arc<Mutex<SentLog>> {
+        let mut logs = self.logs.lock();
+        logs.retain(|_, l| l.strong_count() > 0);
+        if let Some(log) = logs.get(&manifest).and_then(Weak::upgrade) {
+            return log;
+        }
+        let log = Arc::new(Mutex::new(SentLog::default()));
+        logs.insert(manifest, Arc::downgrade(&log));
+        log
+    }
+
+    /// Accepts and serves until `cancel`; then every connection is closed.
+    pub(super) async fn run(self: Arc<Self>, listener: TcpListener, cancel: CancellationToken) {
+        let connections = Arc::new(Semaphore::new(MAX_CONNECTIONS));
+        let handshakes = Arc::new(Semaphore::new(MAX_HANDSHAKES));
+        let mut tasks = JoinSet::new();
+        loop {
+            let accepted = tokio::select! {
+                () = cancel.cancelled() => break,
+                _ = tasks.join_next(), if !tasks.is_empty() => continue,
+                accepted = listener.accept() => accepted,
+            };
+            match accepted {
+                Ok((stream, from)) => {
+                    let (Ok(slot), Ok(handshake)) = (
+                        connections.clone().try_acquire_owned(),
+                        handshakes.clone().try_acquire_owned(),
+                    ) else {
+                        tracing::warn!(%from, limit = MAX_CONNECTIONS, "refused a data connection: too many are open");
+                        continue;
+                    };
+                    let (server, stop) = (self.clone(), cancel.child_token());
+                    tasks.spawn(async move {
+                        let _slot = slot;
+                        tokio::select! {
+                            () = stop.cancelled() => {}
+                            () = server.greet(stream, from, handshake) => {}
+                        }
+                    });
+                }
+                Err(error) => {
+                    // Out of file descriptors or a connection that died in the queue: neither ends the port.
+                    tracing::warn!(%error, "cannot accept a data connection");
+                    tokio::time::sleep(Duration::from_millis(50)).await;
+                }
+            }
+        }
+        tasks.shutdown().await;
+    }
+
+    async fn greet(
+        self: Arc<Self>,
+        stream: TcpStream,
+        from: std::net::SocketAddr,
+        handshake: OwnedSemaphorePermit,
+    ) {
+        let connection = match tcp::accept(stream, &self.hello, self.buffers.clone()).await {
+            Ok(connection) => connection,
+            Err(error) => {
+                tracing::warn!(%from, %error, "refused a data connection");
+                return;
+            }
+        };
+        drop(handshake);
+        let node_id = connection.peer.node_id.clone();
+        {
+            let mut nodes = self.nodes.lock();
+            let count = nodes.entry(node_id.clone()).or_default();
+            if *count >= MAX_CONNECTIONS_PER_NODE {
+                tracing::warn!(node = %node_id, limit = MAX_CONNECTIONS_PER_NODE, "refused a data connection: this node has too many open");
+                return;
+            }
+            *count += 1;
+        }
+        let counted = Counted {
+            server: &self,
+            node_id: &node_id,
+        };
+        self.clone().serve(connection).await;
+        drop(counted);
+    }
+
+    async fn serve(self: Arc<Self>, connection: Connection) {
+        let Connection {
+            peer: info,
+            sender,
+            receiver,
+            ..
+        } = connection;
+        let (control, control_queue) = mpsc::channel(CONTROL_QUEUE);
+        let peer = Arc::new(Peer {
+            id: self.next_connection.fetch_add(1, Ordering::Relaxed),
+            node_id: info.node_id,
+            control,
+            queue: Mutex::default(),
+            pushed: Notify::new(),
+            subscriptions: Mutex::default(),
+        });
+        let _leaving = Leaving(&peer);
+        // Announcers end with this set.
+        let mut announcers = JoinSet::new();
+        let result = tokio::select! {
+            result = self.read(&peer, receiver, &mut announcers) => result,
+            result = self.write(&peer, sender, control_queue) => result,
+        };
+        if let Err(error) = result
+            && error.kind() != io::ErrorKind::UnexpectedEof
+        {
+            tracing::debug!(node = %peer.node_id, %error, "data connection closed");
+        }
+    }
+
+    async fn read(
+        self: &Arc<Self>,
+        peer: &Arc<Peer>,
+        mut receiver: Box<dyn FrameReceiver>,
+        announcers: &mut JoinSet<()>,
+    ) -> io::Result<()> {
+        loop {
+            let Frame::Control(bytes) = receiver.receive(&NoBlocks).await? else {
+                return Err(misbehaved("sent a block"));
+            };
+            while announcers.try_join_next().is_some() {}
+            let message = pb::PeerMessage::decode(bytes).map_err(|e| misbehaved(e.to_string()))?;
+            match message.body {
+                Some(Body::Subscribe(subscribe)) => self.subscribe(peer, subscribe, announcers)?,
+                Some(Body::Unsubscribe(u)) => peer.unsubscribe(u.subscription).await?,
+                Some(Body::Request(request)) => {
+                    if let Err(reason) = self.admit(peer, &request) {
+                        peer.decline(request.request, reason).await?;
+                    }
+                }
+                Some(Body::Cancel(cancel)) => {
+                    let canceled = {
+                        let mut queue = peer.queue.lock();
+                        let at = queue.iter().position(|q| q.request == cancel.request);
+                        at.and_then(|at| queue.remove(at))
+                    };
+                    if let Some(q) = canceled {
+                        q.log.lock().dropped(peer.id, q.block);
+                        peer.decline(q.request, pb::DeclineReason::Canceled).await?;
+                    }
+                }
+                Some(Body::FetchDigests(fetch)) => match peer.digests(&fetch) {
+                    Some(digests) => {
+                        let answer = pb::Digests {
+                            request: fetch.request,
+                            first: fetch.first,
+                            digests,
+                        };
+                        peer.send(Body::Digests(answer)).await?;
+                    }
+                    None => peer.decline(fetch.request, pb::DeclineReason::NotHeld).await?,
+                },
+                Some(Body::Ping(ping)) => {
+                    peer.send(Body::Pong(pb::Pong {
+                        sequence: ping.sequence,
+                    }))
+                    .await?
+                }
+                // From a later version: it does not need an answer.
+                None => {}
+                Some(_) => return Err(misbehaved("sent a server's message")),
+            }
+        }
+    }
+
+    fn subscribe(
+        self: &Arc<Self>,
+        peer: &Arc<Peer>,
+        subscribe: pb::Subscribe,
+        announcers: &mut JoinSet<()>,
+    ) -> io::Result<()> {
+        let wanted = Wanted::parse(&subscribe)?;
+        let log = self.log(wanted.manifest_digest);
+        let stop = CancellationToken::new();
+        {
+            let mut subscriptions = peer.subscriptions.lock();
+            if subscriptions.len() >= MAX_SUBSCRIPTIONS || subscriptions.contains_key(&subscribe.subscription)
+            {
+                return Err(misbehaved("subscribed too often, or twice under one number"));
+            }
+            let served = Served {
+                artifact: None,
+                log: log.clone(),
+                stop: stop.clone(),
+            };
+            subscriptions.insert(subscribe.subscription, served);
+        }
+        log.lock().connect(peer.id);
+        let (server, peer) = (self.clone(), peer.clone());
+        announcers.spawn(async move {
+            tokio::select! {
+                () = stop.cancelled() => {}
+                // An error is the closed connection, which its reader sees too.
+                _ = server.announce(&peer, subscribe.subscription, wanted) => {}
+            }
+        });
+        Ok(())
+    }
+
+    /// Puts a request into the queue, or says why not.
+    fn admit(&self, peer: &Peer, request: &pb::Request) -> Result<(), pb::DeclineReason> {
+        let (artifact, log) = {
+            let subscriptions = peer.subscriptions.lock();
+            let served = subscriptions
+                .get(&request.subscription)
+                .ok_or(pb::DeclineReason::NotHeld)?;
+            let artifact = served.artifact.clone().ok_or(pb::DeclineReason::NotHeld)?;
+            (artifact, served.log.clone())
+        };
+        if !artifact.has(request.block) {
+            return Err(pb::DeclineReason::NotHeld);
+        }
+        let mut queue = peer.queue.lock();
+        if queue.len() >= MAX_QUEUED_REQUESTS {
+            return Err(pb::DeclineReason::Busy);
+        }
+        if !log
+            .lock()
+            .admit(peer.id, request.block, request.unless_sent, self.now_ms())
+        {
+            return Err(pb::DeclineReason::SentElsewhere);
+        }
+        let (request, subscription, block) = (request.request, request.subscription, request.block);
+        queue.push_back(Queued {
+            request,
+            subscription,
+            block,
+            artifact,
+            log,
+        });
+        drop(queue);
+        peer.pushed.notify_one();
+        Ok(())
+    }
+
+    async fn write(
+        self: &Arc<Self>,
+        peer: &Peer,
+        mut sender: Box<dyn FrameSender>,
+        mut control: mpsc::Receiver<Bytes>,
+    ) -> io::Result<()> {
+        loop {
+            // What is said goes before what is sent: it is small, and others wait for it.
+            while let Ok(message) = control.try_recv() {
+                sender.send_control(message).await?;
+            }
+            let next = peer.queue.lock().pop_front();
+            let Some(next) = next else {
+                tokio::select! {
+                    message = control.recv() => match message {
+                        Some(message) => sender.send_control(message).await?,
+                        None => return Ok(()),
+                    },
+                    () = peer.pushed.notified() => {}
+                }
+                continue;
+            };
+            match self.slot(&mut sender, &mut control).await? {
+                Some(slot) => self.upload(peer, &mut sender, next, slot).await?,
+                None => {
+                    self.stats.declined_busy.fetch_add(1, Ordering::Relaxed);
+                    next.log.lock().dropped(peer.id, next.block);
+                    sender
+                        .send_control(decline(next.request, pb::DeclineReason::Busy))
+                        .await?;
+                }
+            }
+        }
+    }
+
+    /// An upload slot, in turn; `None` if that takes too long. Control messages go out meanwhile.
+    async fn slot(
+        &self,
+        sender: &mut Box<dyn FrameSender>,
+        control: &mut mpsc::Receiver<Bytes>,
+    ) -> io::Result<Option<OwnedSemaphorePermit>> {
+        let slot = self.uploads.clone().acquire_owned();
+        let deadline = tokio::time::sleep(BUSY_AFTER);
+        tokio::pin!(slot, deadline);
+        loop {
+            tokio::select! {
+                biased;
+                slot = &mut slot => return Ok(slot.ok()),
+                Some(message) = control.recv() => sender.send_control(message).await?,
+                () = &mut deadline => return Ok(None),
+            }
+        }
+    }
+
+    async fn upload(
+        self: &Arc<Self>,
+        peer: &Peer,
+        sender: &mut Box<dyn FrameSender>,
+        next: Queued,
+        slot: OwnedSemaphorePermit,
+    ) -> io::Result<()> {
+        let Queued {
+            request,
+            block,
+            artifact,
+            log,
+            ..
+        } = next;
+        let len = artifact.blocks().locate(block).map_or(0, |r| r.len);
+        let active = self.stats.uploads_active.fetch_add(1, Ordering::Relaxed) + 1;
+        self.stats.uploads_peak.fetch_max(active, Ordering::Relaxed);
+        let upload = Upload {
+            artifact: artifact.clone(),
+            block,
+            server: self.clone(),
+            _slot: slot,
+        };
+        match sender.send_block(request, Box::new(upload)).await? {
+            Sent::Done => {
+                log.lock().sent(peer.id, block, self.now_ms());
+                self.stats.uploaded_bytes.fetch_add(len.into(), Ordering::Relaxed);
+                self.stats.uploaded_blocks.fetch_add(1, Ordering::Relaxed);
+                Ok(())
+            }
+            Sent::Unreadable(error) => {
+                log.lock().dropped(peer.id, block);
+                if artifact.has(block) {
+                    tracing::warn!(model = %artifact.model(), block, %error, "a verified block cannot be read");
+                }
+                sender
+                    .send_control(decline(request, pb::DeclineReason::Unreadable))
+                    .await
+            }
+        }
+    }
+
+    /// Tells the peer what is here of an artifact and what gets verified, for as long as it is subscribed.
+    async fn announce(&self, peer: &Peer, subscription: u32, wanted: Wanted) -> io::Result<()> {
+        let mut changed = self.store.changed();
+        loop {
+            changed.borrow_and_update();
+            let found = self.store.find(&wanted.model).filter(|a| wanted.matches(a));
+            peer.serve_from(subscription, found.clone());
+            if let Some(artifact) = found {
+                peer.announce_artifact(subscription, &artifact).await?;
+                peer.serve_from(subscription, None);
+            } else {
+                peer.status(subscription, pb::HoldingState::Unknown, None).await?;
+                if changed.changed().await.is_err() {
+                    return Ok(());
+                }
+            }
+        }
+    }
+}
+
+/// Undoes the count of a node's connections.
+struct Counted<'a> {
+    server: &'a Server,
+    node_id: &'a str,
+}
+
+impl Drop for Counted<'_> {
+    fn drop(&mut self) {
+        let mut nodes = self.server.nodes.lock();
+        if let Some(count) = nodes.get_mut(self.node_id) {
+            *count -= 1;
+            if *count == 0 {
+                nodes.remove(self.node_id);
+            }
+        }
+    }
+}
+
+/// A connection that ends, however it ends, is struck from the logs.
+struct Leaving<'a>(&'a Peer);
+
+impl Drop for Leaving<'_> {
+    fn drop(&mut self) {
+        for served in self.0.subscriptions.lock().values() {
+            served.log.lock().disconnect(self.0.id);
+        }
+    }
+}
+
+/// What a subscription is about.
+struct Wanted {
+    model: ModelRef,
+    manifest_digest: Digest,
+    block_size: u32,
+    algorithm: Algorithm,
+}
+
+impl Wanted {
+    fn parse(s: &pb::Subscribe) -> io::Result<Self> {
+        let algorithm = DigestAlgorithm::try_from(s.algorithm as i32)
+            .ok()
+            .and_then(|a| a.try_into().ok());
+        Ok(Self {
+            model: ModelRef {
+                model_id: s.model_id.clone(),
+                revision: s.revision.clone(),
+                format: s.format.clone(),
+                provider: s.provider.clone(),
+            },
+            manifest_digest: Digest::try_from(s.manifest_digest.as_ref())
+                .map_err(|e| misbehaved(e.to_string()))?,
+            block_size: s.block_size_bytes,
+            algorithm: algorithm.ok_or_else(|| misbehaved("named an unknown digest algorithm"))?,
+        })
+    }
+
+    fn matches(&self, artifact: &Artifact) -> bool {
+        artifact.manifest_digest() == self.manifest_digest
+            && artifact.blocks().block_size() == self.block_size
+            && artifact.algorithm() == self.algorithm
+    }
+}
+
+fn misbehaved(what: impl Into<String>) -> io::Error {
+    io::Error::new(
+        io::ErrorKind::InvalidData,
+        format!("the peer broke the protocol: it {}", what.into()),
+    )
+}
+
+fn encode(body: Body) -> Bytes {
+    pb::PeerMessage { body: Some(body) }.encode_to_vec().into()
+}
+
+fn decline(request: u64, reason: pb::DeclineReason) -> Bytes {
+    encode(Body::Declined(pb::Declined {
+        request,
+        reason: reason.into(),
+    }))
+}
+
+impl Peer {
+    async fn send(&self, body: Body) -> io::Result<()> {
+        self.control
+            .send(encode(body))
+            .await
+            .map_err(|_| io::ErrorKind::NotConnected.into())
+    }
+
+    async fn decline(&self, request: u64, reason: pb::DeclineReason) -> io::Result<()> {
+        self.control
+            .send(decline(request, reason))
+            .await
+            .map_err(|_| io::ErrorKind::NotConnected.into())
+    }
+
+    async fn status(
+        &self,
+        subscription: u32,
+        state: pb::HoldingState,
+        root: Option<Digest>,
+    ) -> io::Result<()> {
+        let own_root = root.map(|r| r.as_bytes().to_vec().into()).unwrap_or_default();
+        self.send(Body::Status(pb::Status {
+            subscription,
+            state: state.into(),
+            own_root,
+        }))
+        .await
+    }
+
+    fn serve_from(&self, subscription: u32, artifact: Option<Arc<Artifact>>) {
+        if let Some(served) = self.subscriptions.lock().get_mut(&subscription) {
+            served.artifact = artifact;
+        }
+    }
+
+    async fn unsubscribe(&self, subscription: u32) -> io::Result<()> {
+        let Some(served) = self.subscriptions.lock().remove(&subscription) else {
+            return Ok(());
+        };
+        served.stop.cancel();
+        let still = self
+            .subscriptions
+            .lock()
+            .values()
+            .any(|s| Arc::ptr_eq(&s.log, &served.log));
+        if !still {
+            served.log.lock().disconnect(self.id);
+        }
+        let dropped: Vec<Queued> = {
+            let mut queue = self.queue.lock();
+            let (dropped, kept) = queue.drain(..).partition(|q| q.subscription == subscription);
+            *queue = kept;
+            Vec::from(dropped)
+        };
+        for q in dropped {
+            q.log.lock().dropped(self.id, q.block);
+            self.decline(q.request, pb::DeclineReason::Canceled).await?;
+        }
+        Ok(())
+    }
+
+    /// The digests asked for, if all these blocks are held.
+    fn digests(&self, fetch: &pb::FetchDigests) -> Option<Bytes> {
+        if fetch.count == 0 || fetch.count > DIGESTS_PER_FRAME {
+            return None;
+        }
+        let artifact = self
+            .subscriptions
+            .lock()
+            .get(&fetch.subscription)?
+            .artifact
+            .clone()?;
+        let end = fetch.first.checked_add(fetch.count)?;
+        let mut out = Vec::with_capacity(fetch.count as usize * 32);
+        for block in fetch.first..end {
+            out.extend_from_slice(artifact.digest(block)?.as_bytes());
+        }
+        debug_assert_eq!(
+            parse_digests(&out).expect("whole digests").len(),
+            fetch.count as usize
+        );
+        Some(out.into())
+    }
+
+    /// Until the artifact's handle is closed.
+    async fn announce_artifact(&self, subscription: u32, artifact: &Arc<Artifact>) -> io::Result<()> {
+        let mut progress = artifact.progress();
+        let mut told = 0;
+        let mut state = None;
+        while artifact.closed().is_none() {
+            progress.borrow_and_update();
+            if state.is_none() {
+                self.status(subscription, pb::HoldingState::Partial, None).await?;
+                state = Some(None);
+            }
+            let fresh = artifact.added(told);
+            told += fresh.len();
+            for part in fresh.chunks(DIGESTS_PER_FRAME as usize) {
+                let runs = runs(artifact, part);
+                if !runs.is_empty() {
+                    self.send(Body::Have(pb::Have { subscription, runs })).await?;
+                }
+            }
+            let root = if artifact.have_count() == artifact.blocks().len() {
+                let artifact = artifact.clone();
+                // Hashes the whole list: up to 32 MiB.
+                let seal = tokio::task::spawn_blocking(move || artifact.seal_if_whole()).await;
+                seal.map_err(io::Error::other)?.map(|s| s.root)
+            } else {
+                None
+            };
+            if state != Some(root) {
+                state = Some(root);
+                let word = if root.is_some() {
+                    pb::HoldingState::Whole
+                } else {
+                    pb::HoldingState::Partial
+                };
+                self.status(subscription, word, root).await?;
+            }
+            // At once after a quiet time, in batches otherwise.
+            tokio::time::sleep(ANNOUNCE_INTERVAL).await;
+            if progress.changed().await.is_err() {
+                return Ok(());
+            }
+        }
+        Ok(())
+    }
+}
+
+/// Blocks as runs of consecutive numbers with their digests; those not held any more are left out.
+fn runs(artifact: &Artifact, blocks: &[u32]) -> Vec<pb::Run> {
+    let mut sorted = blocks.to_vec();
+    sorted.sort_unstable();
+    sorted.dedup();
+    let mut runs: Vec<(u32, Vec<u8>)> = Vec::new();
+    for block in sorted {
+        let Some(digest) = artifact.digest(block) else {
+            continue;
+        };
+        match runs.last_mut() {
+            Some((first, digests)) if *first + (digests.len() / 32) as u32 == block => {
+                digests.extend_from_slice(digest.as_bytes());
+            }
+            _ => runs.push((block, digest.as_bytes().to_vec())),
+        }
+    }
+    runs.into_iter()
+        .map(|(first, digests)| pb::Run {
+            first,
+            digests: digests.into(),
+        })
+        .collect()
+}
