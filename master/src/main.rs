@@ -1,1 +1,62 @@
-fn main() {}
+//! `mooncake_master`: reads its configuration and runs.
+
+use std::process::ExitCode;
+
+use mooncake_master::config::{Config, ConfigError, LogFormat};
+use mooncake_master::server;
+use tracing_subscriber::EnvFilter;
+
+/// openraft tells of every failed heartbeat, twenty a second, and calls requests that meet a stop errors; what matters
+/// of it is logged by the consensus module, when it changes, and storage failures by the store.
+const DEFAULT_FILTER: &str = "info,openraft=error,openraft::raft::raft_inner=off";
+
+fn main() -> ExitCode {
+    let config = match Config::load(std::env::args_os()) {
+        Ok(config) => config,
+        // Help and version go to stdout and are no failure; clap knows which is which.
+        Err(ConfigError::Usage(error)) => error.exit(),
+        Err(ConfigError::Invalid(reason)) => {
+            eprintln!("error: {reason}");
+            return ExitCode::from(2);
+        }
+    };
+    if let Err(reason) = log_to_stderr(&config) {
+        eprintln!("error: {reason}");
+        return ExitCode::from(2);
+    }
+    let runtime = match tokio::runtime::Builder::new_multi_thread().enable_all().build() {
+        Ok(runtime) => runtime,
+        Err(error) => {
+            tracing::error!(%error, "cannot start the runtime");
+            return ExitCode::FAILURE;
+        }
+    };
+    let outcome = runtime.block_on(server::run(config));
+    // Not waiting for blocking work: everything durable was waited for.
+    runtime.shutdown_background();
+    match outcome {
+        Ok(()) => ExitCode::SUCCESS,
+        Err(error) => {
+            tracing::error!("{error}");
+            ExitCode::FAILURE
+        }
+    }
+}
+
+fn log_to_stderr(config: &Config) -> Result<(), String> {
+    let filter = match (&config.log_filter, std::env::var("RUST_LOG")) {
+        (Some(filter), _) => EnvFilter::try_new(filter).map_err(|error| format!("--log-filter: {error}"))?,
+        (None, Ok(filter)) => EnvFilter::try_new(filter).map_err(|error| format!("RUST_LOG: {error}"))?,
+        (None, Err(_)) => EnvFilter::new(DEFAULT_FILTER),
+    };
+    let subscriber = tracing_subscriber::fmt()
+        .with_env_filter(filter)
+        .with_writer(std::io::stderr);
+    match config.log_format {
+        LogFormat::Text => subscriber
+            .with_ansi(std::io::IsTerminal::is_terminal(&std::io::stderr()))
+            .init(),
+        LogFormat::Json => subscriber.json().flatten_event(true).init(),
+    }
+    Ok(())
+}

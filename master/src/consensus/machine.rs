@@ -1,0 +1,126 @@
+//! The pure [`State`] behind the Raft store's [`StateMachine`].
+//!
+//! Guaranteed: every master applies the same commands in the same order and nothing else. An entry that this
+//! program cannot decode ends the process: skipping it would make its state differ from the others'.
+
+use std::sync::Arc;
+
+use mooncake_proto::codec;
+use mooncake_proto::ids::JobId;
+use mooncake_raft_store::{LogId, StateMachine};
+use mooncake_state::{Command, Reply, State};
+use tokio::sync::broadcast;
+
+/// Version byte of a reply. It never leaves the process that applied the entry.
+const REPLY_VERSION: u8 = 1;
+/// Changes that a slow listener may be behind before it is told to look at everything again.
+const CHANGE_QUEUE: usize = 4096;
+
+/// What the last entries changed visibly.
+#[derive(Clone, Debug)]
+pub enum Change {
+    /// These jobs. Sent under the state's write lock: whoever reads the state afterwards sees the change.
+    Jobs(Arc<[JobId]>),
+    /// A snapshot replaced the whole state: everything may have changed.
+    Everything,
+}
+
+/// The replicated state, as the Raft store drives it.
+#[derive(Debug)]
+pub struct Machine {
+    state: State,
+    changes: broadcast::Sender<Change>,
+}
+
+impl Machine {
+    /// An empty state, and where its changes are announced.
+    pub(crate) fn new() -> (Self, broadcast::Sender<Change>) {
+        let (changes, _) = broadcast::channel(CHANGE_QUEUE);
+        (
+            Self {
+                state: State::new(),
+                changes: changes.clone(),
+            },
+            changes,
+        )
+    }
+
+    /// The state.
+    pub fn state(&self) -> &State {
+        &self.state
+    }
+}
+
+/// Reads the answer that [`Machine`] gave to a command.
+pub(crate) fn decode_reply(bytes: &[u8]) -> Result<Reply, codec::CodecError> {
+    codec::decode(REPLY_VERSION, bytes)
+}
+
+impl StateMachine for Machine {
+    fn apply(&mut self, log_id: LogId, command: &[u8]) -> Vec<u8> {
+        let index = log_id.index();
+        let command = match Command::decode(command) {
+            Ok(command) => command,
+            // The record's checksum held, so these are the bytes that were proposed.
+            Err(error) => panic!(
+                "log entry {log_id} cannot be read by this program ({error}): it was written by a newer version; \
+                 start that version on this master"
+            ),
+        };
+        let applied = self.state.apply(index, &command);
+        tracing::trace!(index, command = command.name(), reply = ?applied.reply, "applied");
+        if !applied.jobs.is_empty() {
+            // Nobody listening is fine.
+            let _ = self.changes.send(Change::Jobs(applied.jobs.into()));
+        }
+        codec::encode(REPLY_VERSION, &applied.reply)
+    }
+
+    fn snapshot(&self) -> Vec<u8> {
+        self.state.encode_snapshot()
+    }
+
+    fn restore(&mut self, snapshot: &[u8]) -> Result<(), String> {
+        self.state = State::decode_snapshot(snapshot).map_err(|error| error.to_string())?;
+        let _ = self.changes.send(Change::Everything);
+        Ok(())
+    }
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+    use mooncake_raft_store::log_id;
+
+    fn tick(now_ms: u64) -> Vec<u8> {
+        Command::Tick { now_ms }.encode().unwrap()
+    }
+
+    #[test]
+    fn applies_answers_and_survives_a_snapshot() {
+        let (mut machine, _changes) = Machine::new();
+        let reply = machine.apply(log_id(1, 1), &tick(5_000));
+        assert_eq!(decode_reply(&reply).unwrap(), Reply::Done);
+        assert_eq!(machine.state().time_ms(), 5_000);
+
+        let (mut other, changes) = Machine::new();
+        let mut changes = changes.subscribe();
+        other.restore(&machine.snapshot()).unwrap();
+        assert_eq!(other.state().digest(), machine.state().digest());
+        assert!(matches!(changes.try_recv().unwrap(), Change::Everything));
+    }
+
+    #[test]
+    fn a_bad_snapshot_keeps_the_old_state() {
+        let (mut machine, _changes) = Machine::new();
+        machine.apply(log_id(1, 1), &tick(5_000));
+        assert!(machine.restore(&[1, 2, 3]).is_err());
+        assert_eq!(machine.state().time_ms(), 5_000);
+    }
+
+    #[test]
+    #[should_panic(expected = "written by a newer version")]
+    fn an_unknown_entry_stops_the_process() {
+        Machine::new().0.apply(log_id(1, 1), &[200, 1, 2, 3]);
+    }
+}

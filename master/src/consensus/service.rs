@@ -1,0 +1,411 @@
+//! The Raft service of the RPC port: checks who calls whom, then hands the call to openraft.
+//!
+//! Guaranteed: nothing reaches openraft from a connection that was not opened for Raft, from a caller whose identity is
+//! not the connection's, from or to a disk that the membership does not know under that id. So a wiped master cannot
+//! vote or acknowledge under its old id, and a foreign one cannot at all.
+
+use std::sync::Arc;
+use std::time::{Duration, Instant};
+
+use mooncake_proto::hello::{PeerInfo, Purpose};
+use mooncake_proto::pb::raft as pb;
+use mooncake_proto::pb::raft::raft_server;
+use mooncake_raft_store::{Membership, Snapshot, SnapshotInbox, SnapshotReceiver};
+use openraft::async_runtime::watch::WatchReceiver as _;
+use openraft::errors::{Fatal, RaftError};
+use parking_lot::Mutex;
+use tokio::sync::{Semaphore, watch};
+use tonic::{Request, Response, Status, Streaming};
+
+use super::{Identity, MasterRaft, StateReader, wire};
+
+/// Snapshots received at once: one from the leader, one that a deposed leader has not given up yet.
+const MAX_INCOMING_SNAPSHOTS: usize = 2;
+/// How long an incoming snapshot may stand still.
+const FRAME_TIMEOUT: Duration = Duration::from_secs(10);
+
+/// What the service and the rest of the process share.
+pub(crate) struct Shared {
+    pub(crate) identity: Identity,
+    /// What `--initial-cluster` says, for comparison at bootstrap.
+    pub(crate) initial_cluster: Vec<pb::Node>,
+    /// Ready to be a member of a new cluster: started with `--bootstrap` on an empty disk.
+    pub(crate) bootstrapping: watch::Sender<bool>,
+    /// When the leader was last heard of. Held for one assignment.
+    pub(crate) leader_heard: Mutex<Option<Instant>>,
+}
+
+pub(crate) struct Service {
+    pub(crate) raft: MasterRaft,
+    pub(crate) reader: StateReader,
+    pub(crate) inbox: SnapshotInbox,
+    pub(crate) shared: Arc<Shared>,
+    pub(crate) incoming: Semaphore,
+    /// The last refusal that was logged, so that one stray master does not fill the log. Held for a comparison.
+    pub(crate) refused: Mutex<Option<(String, Instant)>>,
+}
+
+/// The same refusal is logged again after this time.
+const REPEAT_REFUSAL: Duration = Duration::from_secs(60);
+
+impl Service {
+    pub(crate) fn new(
+        raft: MasterRaft,
+        reader: StateReader,
+        inbox: SnapshotInbox,
+        shared: Arc<Shared>,
+    ) -> Self {
+        Self {
+            raft,
+            reader,
+            inbox,
+            shared,
+            incoming: Semaphore::new(MAX_INCOMING_SNAPSHOTS),
+            refused: Mutex::default(),
+        }
+    }
+
+    fn refuse(&self, message: String) -> Status {
+        let mut refused = self.refused.lock();
+        let repeated = refused
+            .as_ref()
+            .is_some_and(|(text, at)| *text == message && at.elapsed() < REPEAT_REFUSAL);
+        if !repeated {
+            tracing::error!(reason = message, "refused a Raft call");
+            *refused = Some((message.clone(), Instant::now()));
+        }
+        Status::failed_precondition(message)
+    }
+
+    fn check<T>(&self, request: &Request<T>, route: Option<&pb::Route>) -> Result<(), Status> {
+        let peer = purpose_is_raft(request)?;
+        let route = route.ok_or_else(|| Status::invalid_argument("the call has no route"))?;
+        let metrics = self.raft.metrics();
+        let membership = Arc::clone(&metrics.borrow_watched().membership_config);
+        judge(&self.shared.identity, peer, route, membership.membership())
+            .map_err(|message| self.refuse(message))
+    }
+
+    fn heard_leader(&self) {
+        *self.shared.leader_heard.lock() = Some(Instant::now());
+    }
+
+    async fn receive(
+        &self,
+        mut frames: Streaming<pb::SnapshotFrame>,
+        size_bytes: u64,
+    ) -> Result<Snapshot, Status> {
+        use pb::snapshot_frame::Part;
+        let inbox = self.inbox.clone();
+        let mut receiver = blocking(move || inbox.receive(size_bytes)).await?;
+        loop {
+            let next = tokio::time::timeout(FRAME_TIMEOUT, frames.message())
+                .await
+                .map_err(|_| Status::deadline_exceeded("the snapshot stands still"))??;
+            let Some(frame) = next else { break };
+            let Some(Part::Data(bytes)) = frame.part else {
+                return Err(Status::invalid_argument("a snapshot frame without data"));
+            };
+            // A sender's snapshot counts as a sign of life: nothing else may come while it is busy.
+            self.heard_leader();
+            receiver = blocking(move || {
+                let mut receiver: SnapshotReceiver = receiver;
+                receiver.write(&bytes)?;
+                Ok(receiver)
+            })
+            .await?;
+        }
+        let (meta, snapshot) = blocking(move || receiver.finish()).await?;
+        Ok(Snapshot { meta, snapshot })
+    }
+}
+
+fn purpose_is_raft<T>(request: &Request<T>) -> Result<&PeerInfo, Status> {
+    match request.extensions().get::<PeerInfo>() {
+        Some(peer) if peer.purpose == Purpose::Raft => Ok(peer),
+        Some(peer) => Err(Status::permission_denied(format!(
+            "this connection was opened for {:?}, Raft calls need one that was opened for Raft",
+            peer.purpose
+        ))),
+        None => Err(Status::permission_denied("the connection opened without a hello")),
+    }
+}
+
+/// Whether `peer` may make a call with `route` to the master with `identity`.
+fn judge(
+    identity: &Identity,
+    peer: &PeerInfo,
+    route: &pb::Route,
+    membership: &Membership,
+) -> Result<(), String> {
+    if peer.node_id != route.from_id.to_string() || peer.instance_id != route.from_disk_id {
+        return Err(format!(
+            "the call says it is from master {} with disk {}, but the connection belongs to {} with disk {}",
+            route.from_id, route.from_disk_id, peer.node_id, peer.instance_id
+        ));
+    }
+    if route.to_id != identity.node_id {
+        return Err(format!(
+            "the call is meant for master {}, this is master {}: check the addresses of the masters",
+            route.to_id, identity.node_id
+        ));
+    }
+    if route.to_disk_id != identity.disk_id {
+        return Err(format!(
+            "the cluster knows master {} with disk {}, but its data folder now holds disk {}: a wiped or exchanged disk \
+             has forgotten what the old one promised, so this master must come back as a new id (remove master {} from \
+             the cluster, then start it with a new --node-id and an empty --data-dir), or with its old data folder",
+            identity.node_id, route.to_disk_id, identity.disk_id, identity.node_id
+        ));
+    }
+    if let Some(known) = membership.get_node(&route.from_id)
+        && known.disk_id != route.from_disk_id
+    {
+        return Err(format!(
+            "master {} calls with disk {}, but the cluster knows it with disk {}: a wiped or exchanged disk must come \
+             back as a new id",
+            route.from_id, route.from_disk_id, known.disk_id
+        ));
+    }
+    Ok(())
+}
+
+async fn blocking<T: Send + 'static>(
+    work: impl FnOnce() -> std::io::Result<T> + Send + 'static,
+) -> Result<T, Status> {
+    match tokio::task::spawn_blocking(work).await {
+        Ok(Ok(value)) => Ok(value),
+        Ok(Err(error)) if error.kind() == std::io::ErrorKind::InvalidData => {
+            Err(Status::data_loss(error.to_string()))
+        }
+        Ok(Err(error)) => Err(Status::internal(error.to_string())),
+        Err(error) => Err(Status::internal(error.to_string())),
+    }
+}
+
+fn stopped(error: impl std::fmt::Display) -> Status {
+    Status::unavailable(format!("this master stops: {error}"))
+}
+
+fn raft_stopped(error: RaftError<mooncake_raft_store::TypeConfig>) -> Status {
+    match error {
+        RaftError::Fatal(Fatal::Stopped) => stopped("shut down"),
+        other => stopped(other),
+    }
+}
+
+fn malformed(error: wire::Malformed) -> Status {
+    Status::invalid_argument(error.to_string())
+}
+
+#[tonic::async_trait]
+impl raft_server::Raft for Service {
+    async fn append(
+        &self,
+        request: Request<pb::AppendRequest>,
+    ) -> Result<Response<pb::AppendResponse>, Status> {
+        self.check(&request, request.get_ref().route.as_ref())?;
+        let append = wire::append_from_pb(request.into_inner()).map_err(malformed)?;
+        let response = self.raft.append_entries(append).await.map_err(raft_stopped)?;
+        if !matches!(response, openraft::raft::AppendEntriesResponse::HigherVote(_)) {
+            self.heard_leader();
+        }
+        Ok(Response::new(wire::append_response_to_pb(&response)))
+    }
+
+    async fn vote(&self, request: Request<pb::VoteRequest>) -> Result<Response<pb::VoteResponse>, Status> {
+        self.check(&request, request.get_ref().route.as_ref())?;
+        let vote = wire::vote_request_from_pb(request.get_ref()).map_err(malformed)?;
+        let response = self.raft.vote(vote).await.map_err(raft_stopped)?;
+        Ok(Response::new(wire::vote_response_to_pb(&response)))
+    }
+
+    async fn pre_vote(
+        &self,
+        request: Request<pb::VoteRequest>,
+    ) -> Result<Response<pb::VoteResponse>, Status> {
+        self.check(&request, request.get_ref().route.as_ref())?;
+        let vote = wire::vote_request_from_pb(request.get_ref()).map_err(malformed)?;
+        let response = self.raft.pre_vote(vote).await.map_err(raft_stopped)?;
+        Ok(Response::new(wire::vote_response_to_pb(&response)))
+    }
+
+    async fn install_snapshot(
+        &self,
+        request: Request<Streaming<pb::SnapshotFrame>>,
+    ) -> Result<Response<pb::SnapshotResponse>, Status> {
+        use pb::snapshot_frame::Part;
+        purpose_is_raft(&request)?;
+        let (metadata, extensions, mut frames) = request.into_parts();
+        let first = tokio::time::timeout(FRAME_TIMEOUT, frames.message())
+            .await
+            .map_err(|_| Status::deadline_exceeded("the snapshot's header does not come"))??;
+        let Some(pb::SnapshotFrame {
+            part: Some(Part::Header(header)),
+        }) = first
+        else {
+            return Err(Status::invalid_argument("a snapshot begins with its header"));
+        };
+        self.check(
+            &Request::from_parts(metadata, extensions, ()),
+            header.route.as_ref(),
+        )?;
+        let vote = wire::vote_from_pb(header.vote.as_ref()).map_err(malformed)?;
+        // A deposed leader learns that before it sends gigabytes.
+        let own = self.raft.metrics().borrow_watched().vote;
+        if own > vote {
+            return Ok(Response::new(pb::SnapshotResponse {
+                vote: Some(wire::vote_to_pb(&own)),
+            }));
+        }
+        let _one = self
+            .incoming
+            .try_acquire()
+            .map_err(|_| Status::resource_exhausted("this master receives a snapshot already"))?;
+        tracing::info!(
+            from = header.route.as_ref().map(|r| r.from_id),
+            size_bytes = header.size_bytes,
+            "receiving a snapshot"
+        );
+        let snapshot = self.receive(frames, header.size_bytes).await?;
+        let response = self
+            .raft
+            .install_full_snapshot(vote, snapshot)
+            .await
+            .map_err(stopped)?;
+        tracing::info!("installed the received snapshot");
+        Ok(Response::new(pb::SnapshotResponse {
+            vote: Some(wire::vote_to_pb(&response.vote)),
+        }))
+    }
+
+    async fn transfer_leader(
+        &self,
+        request: Request<pb::TransferLeaderRequest>,
+    ) -> Result<Response<pb::TransferLeaderResponse>, Status> {
+        self.check(&request, request.get_ref().route.as_ref())?;
+        let transfer = wire::transfer_from_pb(request.get_ref()).map_err(malformed)?;
+        let response = self
+            .raft
+            .handle_transfer_leader(transfer)
+            .await
+            .map_err(stopped)?;
+        Ok(Response::new(wire::transfer_response_to_pb(&response)))
+    }
+
+    async fn probe(&self, request: Request<pb::ProbeRequest>) -> Result<Response<pb::ProbeResponse>, Status> {
+        purpose_is_raft(&request)?;
+        let metrics = self.raft.metrics().borrow_watched().clone();
+        let membership = metrics.membership_config.membership();
+        let (applied_index, state_digest) = if request.get_ref().with_state_digest {
+            let reader = self.reader.clone();
+            // Linear in the state, and nothing is applied meanwhile: not on an async thread.
+            tokio::task::spawn_blocking(move || {
+                let applied = reader.read();
+                (applied.index(), applied.machine.state().digest().to_string())
+            })
+            .await
+            .map_err(|error| Status::internal(error.to_string()))?
+        } else {
+            (self.reader.read().index(), String::new())
+        };
+        let identity = &self.shared.identity;
+        Ok(Response::new(pb::ProbeResponse {
+            node_id: identity.node_id,
+            disk_id: identity.disk_id.clone(),
+            cluster_id: identity.cluster_id.clone(),
+            software: super::SOFTWARE.into(),
+            initialised: membership.nodes().next().is_some(),
+            membership: Some(wire::membership_to_pb(membership)),
+            initial_cluster: self.shared.initial_cluster.clone(),
+            term: metrics.current_term,
+            leader_id: metrics.current_leader.unwrap_or(0),
+            last_log_index: metrics.last_log_index.unwrap_or(0),
+            applied_index,
+            state_digest,
+            bootstrapping: *self.shared.bootstrapping.borrow(),
+        }))
+    }
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+    use mooncake_raft_store::Node;
+    use std::collections::{BTreeMap, BTreeSet};
+
+    fn identity() -> Identity {
+        Identity {
+            cluster_id: "c".into(),
+            node_id: 2,
+            disk_id: "disk-2".into(),
+        }
+    }
+
+    fn peer(node_id: &str, disk: &str) -> PeerInfo {
+        PeerInfo {
+            node_id: node_id.into(),
+            instance_id: disk.into(),
+            software: String::new(),
+            purpose: Purpose::Raft,
+            version: 1,
+            features: 0,
+        }
+    }
+
+    fn route(from: u64, from_disk: &str, to: u64, to_disk: &str) -> pb::Route {
+        pb::Route {
+            from_id: from,
+            from_disk_id: from_disk.into(),
+            to_id: to,
+            to_disk_id: to_disk.into(),
+        }
+    }
+
+    fn membership() -> Membership {
+        let node = |n: u64| Node {
+            disk_id: format!("disk-{n}"),
+            ..Node::default()
+        };
+        let nodes: BTreeMap<_, _> = (1..=3).map(|n| (n, node(n))).collect();
+        Membership::new(vec![BTreeSet::from([1, 2, 3])], nodes).unwrap()
+    }
+
+    #[test]
+    fn only_known_disks_talk() {
+        let members = membership();
+        let judge = |peer: &PeerInfo, route: &pb::Route, members: &Membership| {
+            judge(&identity(), peer, route, members)
+        };
+        let good = route(1, "disk-1", 2, "disk-2");
+        assert_eq!(judge(&peer("1", "disk-1"), &good, &members), Ok(()));
+        // An empty membership (a new member that was not told yet) takes anyone who names its disk.
+        assert_eq!(judge(&peer("1", "disk-1"), &good, &Membership::default()), Ok(()));
+        // A member that this master has not learnt of yet.
+        assert_eq!(
+            judge(&peer("4", "disk-4"), &route(4, "disk-4", 2, "disk-2"), &members),
+            Ok(())
+        );
+
+        let wiped_here =
+            judge(&peer("1", "disk-1"), &route(1, "disk-1", 2, "disk-old"), &members).unwrap_err();
+        assert!(wiped_here.contains("come back as a new id"), "{wiped_here}");
+        let wiped_there = judge(
+            &peer("1", "disk-new"),
+            &route(1, "disk-new", 2, "disk-2"),
+            &members,
+        )
+        .unwrap_err();
+        assert!(wiped_there.contains("back as a new id"), "{wiped_there}");
+        assert!(
+            judge(&peer("1", "disk-1"), &route(1, "disk-1", 3, "disk-2"), &members)
+                .unwrap_err()
+                .contains("meant for")
+        );
+        assert!(
+            judge(&peer("3", "disk-3"), &good, &members)
+                .unwrap_err()
+                .contains("the connection belongs to")
+        );
+    }
+}

@@ -1,0 +1,250 @@
+//! The master process: ports, consensus, API, signals.
+//!
+//! Guaranteed: nothing is served before it is known who this master is; a stop signal makes it not ready, hands
+//! leadership over, finishes what is under way and then stops; a second signal, a storage failure, or a disk that the cluster
+//! does not want ends the process at once with an error.
+
+use std::io;
+use std::net::{SocketAddr, TcpListener};
+use std::sync::Arc;
+
+use mooncake_proto::hello::{Secret, check_listen};
+use tokio::signal::unix::{Signal, SignalKind, signal};
+use tokio::sync::watch;
+
+use crate::config::{Config, Listen, MemberAddress};
+use crate::consensus::{BootstrapError, Consensus, Handle, Options, StartError, TransferError};
+
+/// Attempts to hand leadership over at a stop; after that the others elect by themselves.
+const TRANSFER_ATTEMPTS: u32 = 3;
+
+/// What the parts of a master share.
+#[derive(Clone, Debug)]
+pub struct Master {
+    /// Consensus.
+    pub consensus: Handle,
+    /// The configuration.
+    pub config: Arc<Config>,
+    /// True from the stop signal on: not ready, though everything is still answered.
+    pub draining: watch::Receiver<bool>,
+}
+
+/// Why the process ends with an error.
+#[derive(Debug, thiserror::Error)]
+pub enum RunError {
+    /// A port, a flag, a file.
+    #[error("{0}")]
+    Setup(String),
+    /// The data folder or Raft.
+    #[error(transparent)]
+    Start(#[from] StartError),
+    /// The cluster does not want this disk.
+    #[error(transparent)]
+    Bootstrap(#[from] BootstrapError),
+    /// At run time.
+    #[error("{0}")]
+    Failed(Arc<str>),
+}
+
+/// Runs the master until a signal or a failure.
+pub async fn run(config: Config) -> Result<(), RunError> {
+    let mut signals =
+        Signals::new().map_err(|error| RunError::Setup(format!("waiting for signals: {error}")))?;
+    tokio::select! {
+        // Signals are looked at first: one during a long recovery must not wait for its end.
+        biased;
+        name = signals.next() => {
+            tracing::info!(signal = name, "stopped before the start was complete");
+            Ok(())
+        }
+        started = start(config) => started?.run_until_stopped(signals).await,
+    }
+}
+
+struct Running {
+    config: Arc<Config>,
+    consensus: Consensus,
+    draining: watch::Sender<bool>,
+}
+
+async fn start(config: Config) -> Result<Running, RunError> {
+    let secret = match &config.cluster_secret_file {
+        Some(path) => Some(Secret::read_file(path).map_err(RunError::Setup)?),
+        None => None,
+    };
+    let (rpc_listener, rpc_address) =
+        listen("RPC", "rpc", &config.rpc, secret.as_ref()).map_err(RunError::Setup)?;
+    let (http_listener, http_address) =
+        listen("HTTP", "http", &config.http, secret.as_ref()).map_err(RunError::Setup)?;
+    let advertised = MemberAddress {
+        rpc: config
+            .advertise_rpc
+            .clone()
+            .unwrap_or_else(|| rpc_address.to_string()),
+        http: config
+            .advertise_http
+            .clone()
+            .unwrap_or_else(|| http_address.to_string()),
+    };
+    let initial_cluster = initial_cluster(&config, &advertised)?;
+    tracing::info!(
+        node_id = config.node_id, cluster_id = config.cluster_id, rpc = %rpc_address, http = %http_address,
+        data_dir = %config.data_dir.display(), secret = secret.is_some(), "mooncake_master {} starts", env!("CARGO_PKG_VERSION")
+    );
+    let options = Options {
+        cluster_id: config.cluster_id.clone(),
+        node_id: config.node_id,
+        data_dir: config.data_dir.clone(),
+        secret,
+        timers: config.timers,
+        snapshot_every: config.snapshot_every,
+        snapshot_keep: config.snapshot_keep,
+        initial_cluster,
+        bootstrap: config.bootstrap,
+    };
+    let (consensus, sessions) = Consensus::start(options, rpc_listener).await?;
+    let draining = watch::Sender::new(false);
+    let config = Arc::new(config);
+    // The API's part: `http_listener` and `sessions` are its ports.
+    drop((http_listener, sessions));
+    Ok(Running {
+        config,
+        consensus,
+        draining,
+    })
+}
+
+impl Running {
+    async fn run_until_stopped(mut self, mut signals: Signals) -> Result<(), RunError> {
+        let handle = self.consensus.handle();
+        let name = tokio::select! {
+            name = signals.next() => name,
+            reason = handle.failed() => return Err(RunError::Failed(reason)),
+            error = self.consensus.bootstrap_failed() => return Err(RunError::Bootstrap(error)),
+        };
+        tracing::info!(signal = name, "stopping; a second signal stops at once");
+        let stop = self.stop(&handle);
+        tokio::select! {
+            stopped = stop => stopped,
+            name = signals.next() => Err(RunError::Failed(format!("stopped at once by a second signal ({name})").into())),
+        }
+    }
+
+    async fn stop(self, handle: &Handle) -> Result<(), RunError> {
+        self.draining.send_replace(true);
+        if handle.cluster().members.len() > 1 {
+            // Load balancers notice that this master is not ready before anything changes.
+            tokio::time::sleep(self.config.drain).await;
+            hand_over(handle).await;
+        }
+        self.consensus
+            .shutdown()
+            .await
+            .map_err(|error| RunError::Failed(error.into()))?;
+        tracing::info!("stopped");
+        Ok(())
+    }
+}
+
+/// Leadership goes before the process does, so that nobody has to wait for an election time-out.
+async fn hand_over(handle: &Handle) {
+    for _ in 0..TRANSFER_ATTEMPTS {
+        match handle.transfer_leader(None).await {
+            Ok(leader) => {
+                tracing::info!(leader = leader.id, "leadership handed over");
+                return;
+            }
+            Err(TransferError::NotLeader { .. }) => return,
+            Err(error @ (TransferError::NoCandidate | TransferError::Stopped)) => {
+                tracing::warn!(%error, "leadership is not handed over");
+                return;
+            }
+            Err(error) => tracing::warn!(%error, "handing leadership over failed"),
+        }
+    }
+}
+
+fn initial_cluster(
+    config: &Config,
+    advertised: &MemberAddress,
+) -> Result<std::collections::BTreeMap<u64, MemberAddress>, RunError> {
+    if let Some(own) = config.initial_cluster.get(&config.node_id) {
+        if own != advertised {
+            tracing::info!(
+                initial_cluster = ?own, listening = ?advertised,
+                "--initial-cluster gives this master another address than it listens on: the others will dial the former"
+            );
+        }
+        return Ok(config.initial_cluster.clone());
+    }
+    let unspecified = |address: &str| {
+        address
+            .parse::<SocketAddr>()
+            .is_ok_and(|address| address.ip().is_unspecified())
+    };
+    if config.bootstrap && (unspecified(&advertised.rpc) || unspecified(&advertised.http)) {
+        return Err(RunError::Setup(
+            "--bootstrap makes a cluster of this master alone, but nobody can dial 0.0.0.0: give --advertise-rpc-address and \
+             --advertise-http-address, or --initial-cluster"
+                .into(),
+        ));
+    }
+    Ok([(config.node_id, advertised.clone())].into())
+}
+
+/// Binds a port, or says what to do about it.
+fn listen(
+    what: &str,
+    flag: &str,
+    address: &Listen,
+    secret: Option<&Secret>,
+) -> Result<(TcpListener, SocketAddr), String> {
+    use std::net::ToSocketAddrs as _;
+    let flags = format!("--{flag}-address or --{flag}-port");
+    let resolved: Vec<SocketAddr> = (address.host.as_str(), address.port)
+        .to_socket_addrs()
+        .map_err(|error| format!("cannot resolve the {what} address {address}: {error}; correct {flags}"))?
+        .collect();
+    for address in &resolved {
+        check_listen(&format!("the {what} port"), address, secret)?;
+    }
+    let listener = TcpListener::bind(&resolved[..]).map_err(|error| {
+        let advice = match error.kind() {
+            io::ErrorKind::AddrInUse => {
+                format!("another process has this port (`ss -ltnp` shows which); stop it, or change {flags}")
+            }
+            io::ErrorKind::AddrNotAvailable => format!("this machine has no such address; correct {flags}"),
+            io::ErrorKind::PermissionDenied => format!("ports below 1024 need rights; change {flags}"),
+            _ => format!("correct {flags}"),
+        };
+        format!("cannot listen on {address} ({what}): {error}: {advice}")
+    })?;
+    let bound = listener
+        .local_addr()
+        .map_err(|error| format!("the {what} port: {error}"))?;
+    listener
+        .set_nonblocking(true)
+        .map_err(|error| format!("the {what} port: {error}"))?;
+    Ok((listener, bound))
+}
+
+struct Signals {
+    terminate: Signal,
+    interrupt: Signal,
+}
+
+impl Signals {
+    fn new() -> io::Result<Self> {
+        Ok(Self {
+            terminate: signal(SignalKind::terminate())?,
+            interrupt: signal(SignalKind::interrupt())?,
+        })
+    }
+
+    async fn next(&mut self) -> &'static str {
+        tokio::select! {
+            _ = self.terminate.recv() => "SIGTERM",
+            _ = self.interrupt.recv() => "SIGINT",
+        }
+    }
+}
