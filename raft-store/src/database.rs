@@ -167,9 +167,14 @@ impl Database {
 
     /// Writes a batch. With `sync` it is durable, and witnessed, when this returns.
     pub(crate) fn write(&self, batch: WriteBatch, sync: bool) -> io::Result<()> {
-        let mut options = WriteOptions::default();
-        options.set_sync(sync && !self.drop_sync);
-        self.db.write_opt(batch, &options).map_err(io::Error::other)?;
+        let sync_now = sync && !self.drop_sync;
+        if !batch.is_empty() {
+            let mut options = WriteOptions::default();
+            options.set_sync(sync_now);
+            self.db.write_opt(batch, &options).map_err(io::Error::other)?;
+        } else if sync_now {
+            self.db.flush_wal(true).map_err(io::Error::other)?;
+        }
         self.writes.fetch_add(1, Ordering::Relaxed);
         if sync {
             if !self.drop_sync {
@@ -195,11 +200,6 @@ impl Database {
         mode: IteratorMode<'_>,
     ) -> impl Iterator<Item = Result<(Box<[u8]>, Box<[u8]>), rocksdb::Error>> + 'a {
         self.db.iterator_cf(family, mode)
-    }
-
-    #[cfg(test)]
-    pub(crate) fn raw(&self) -> &DB {
-        &self.db
     }
 }
 
@@ -235,4 +235,10 @@ fn read_witness(file: &File) -> Result<u64, String> {
         return Err("its checksum does not match its content".into());
     }
     Ok(sequence)
+}
+
+/// Makes the witness say that nothing was ever acknowledged.
+#[cfg(test)]
+pub(crate) fn reset_witness(folder: &Path) {
+    std::fs::write(folder.join(WITNESS_FILE), encode_witness(0)).unwrap();
 }

@@ -79,43 +79,36 @@ impl Log {
 
     /// Reads `start..end`, cut to what the log holds, up to about `limit_bytes` (at least one entry).
     async fn read(self: &Arc<Self>, start: u64, end: u64, limit_bytes: usize) -> io::Result<Vec<Entry>> {
-        loop {
+        let window = self.tail.window(start, end, limit_bytes);
+        if window.start >= window.disk_end {
+            return Ok(window.cached);
+        }
+        let log = Arc::clone(self);
+        tokio::task::spawn_blocking(move || {
+            // Nothing is removed meanwhile; what was removed before, the new window knows.
+            let _held = log.tail.hold();
             let Window {
                 start,
-                end,
                 disk_end,
                 cached,
-                changes,
-            } = self.tail.window(start, end, limit_bytes);
-            if start >= end {
-                return Ok(Vec::new());
-            }
-            if start >= disk_end {
-                return Ok(cached);
-            }
-            let log = Arc::clone(self);
-            let read = tokio::task::spawn_blocking(move || {
-                records::read(&log.database, start, disk_end, limit_bytes)
-            })
-            .await
-            .map_err(io::Error::other)?;
-            // The log was cut while the disk was read: what came may be a mixture. Cuts are rare.
-            if self.tail.changes() != changes {
-                continue;
-            }
-            let mut entries = read.map_err(|error| self.fatal.set(error.to_string()))?;
-            if entries.len() as u64 == disk_end - start {
+                ..
+            } = log.tail.window(start, end, limit_bytes);
+            let mut entries = records::read(&log.database, start, disk_end, limit_bytes)
+                .map_err(|error| log.fatal.set(error.to_string()))?;
+            if entries.len() as u64 == disk_end.saturating_sub(start) {
                 let mut bytes: usize = entries.iter().map(entry_bytes).sum();
                 for entry in cached {
                     bytes = bytes.saturating_add(entry_bytes(&entry));
-                    if bytes > limit_bytes {
+                    if bytes > limit_bytes && !entries.is_empty() {
                         break;
                     }
                     entries.push(entry);
                 }
             }
-            return Ok(entries);
-        }
+            Ok(entries)
+        })
+        .await
+        .map_err(io::Error::other)?
     }
 }
 
@@ -266,9 +259,7 @@ impl RaftLogStorage<TypeConfig> for LogStore {
         let queue = self.log.queue.lock().await;
         self.log
             .send_and_wait(&queue, |done| Op::Vote { vote: *vote, done })
-            .await?;
-        self.log.tail.set_vote(*vote);
-        Ok(())
+            .await
     }
 
     async fn save_committed(&mut self, committed: Option<LogId>) -> io::Result<()> {
@@ -305,20 +296,20 @@ impl RaftLogStorage<TypeConfig> for LogStore {
             .await
             .map_err(io::Error::other)?;
         let queue = self.log.queue.lock().await;
+        // The place in the queue first: what is in the tail is queued for certain, though this call be cancelled.
+        let place = queue.reserve().await.map_err(|_| self.log.gone())?;
         let first = self
             .log
             .tail
             .append(entries)
             .map_err(|what| self.log.fatal.set(what))?;
-        queue
-            .send(Op::Append {
-                first,
-                records,
-                callback,
-                room,
-            })
-            .await
-            .map_err(|_| self.log.gone())
+        place.send(Op::Append {
+            first,
+            records,
+            callback,
+            room,
+        });
+        Ok(())
     }
 
     async fn truncate_after(&mut self, last_log_id: Option<LogId>) -> io::Result<()> {
@@ -352,10 +343,8 @@ impl RaftLogStorage<TypeConfig> for LogStore {
                 .map(|entry| entry.log_id),
         };
         self.log
-            .send_and_wait(&queue, |done| Op::Truncate { from, done })
-            .await?;
-        self.log.tail.truncated(from, last);
-        Ok(())
+            .send_and_wait(&queue, |done| Op::Truncate { from, last, done })
+            .await
     }
 
     async fn purge(&mut self, log_id: LogId) -> io::Result<()> {
@@ -365,8 +354,6 @@ impl RaftLogStorage<TypeConfig> for LogStore {
         }
         self.log
             .send_and_wait(&queue, |done| Op::Purge { upto: log_id, done })
-            .await?;
-        self.log.tail.purged(log_id);
-        Ok(())
+            .await
     }
 }

@@ -88,7 +88,7 @@ impl Store {
             "Raft store opened and checked"
         );
         let database = Arc::new(database);
-        let tail = Arc::new(Tail::new(meta.purged, last, meta.vote, meta.committed));
+        let tail = Arc::new(Tail::new(&meta, last));
         let (queue, writer) = Writer::spawn(Arc::clone(&database), Arc::clone(&tail), fatal.clone())
             .map_err(|error| OpenError::Folder {
                 path: path.to_owned(),

@@ -6,8 +6,9 @@
 use std::collections::VecDeque;
 
 use openraft::EntryPayload;
-use parking_lot::RwLock;
+use parking_lot::{RwLock, RwLockReadGuard, RwLockWriteGuard};
 
+use crate::meta::Meta;
 use crate::types::{Entry, LogId, Vote};
 
 /// Durable entries are kept in memory up to this sum. A follower that is further behind is read for from the disk.
@@ -29,9 +30,14 @@ pub(crate) struct Tail {
     /// Held for a few copies at a time, never over I/O or an `.await`: the writer thread, readers and the Raft core
     /// all come by.
     state: RwLock<State>,
+    /// Held for writing while entries are removed, on the disk and here; for reading while the disk is read, so that
+    /// a reader never sees one without the other. Only taken on blocking threads and before `state`.
+    cuts: RwLock<()>,
 }
 
 struct State {
+    /// First index of a log that was never purged.
+    first: u64,
     purged: Option<LogId>,
     last: Option<LogId>,
     vote: Option<Vote>,
@@ -42,19 +48,15 @@ struct State {
     cached_bytes: usize,
     /// All entries below this index are durable.
     durable_end: u64,
-    /// Counts truncations and purges: a read that went to the disk is repeated when one came in between.
-    changes: u64,
 }
 
 /// What a read needs to know: what is in memory, and what has to come from the disk.
 pub(crate) struct Window {
-    /// The range to read, cut to what the log holds.
+    /// Where to begin: the range asked for, cut to what the log holds.
     pub(crate) start: u64,
-    pub(crate) end: u64,
     /// `start..disk_end` is on the disk; empty when all is in memory.
     pub(crate) disk_end: u64,
     pub(crate) cached: Vec<Entry>,
-    pub(crate) changes: u64,
 }
 
 fn next_index(id: Option<&LogId>) -> u64 {
@@ -62,26 +64,32 @@ fn next_index(id: Option<&LogId>) -> u64 {
 }
 
 impl Tail {
-    pub(crate) fn new(
-        purged: Option<LogId>,
-        last: Option<LogId>,
-        vote: Option<Vote>,
-        committed: Option<LogId>,
-    ) -> Self {
+    pub(crate) fn new(meta: &Meta, last: Option<LogId>) -> Self {
         let next = next_index(last.as_ref());
         Self {
+            cuts: RwLock::new(()),
             state: RwLock::new(State {
-                purged,
+                first: meta.first.unwrap_or(0),
+                purged: meta.purged,
                 last,
-                vote,
-                committed,
+                vote: meta.vote,
+                committed: meta.committed,
                 first_cached: next,
                 entries: VecDeque::new(),
                 cached_bytes: 0,
                 durable_end: next,
-                changes: 0,
             }),
         }
+    }
+
+    /// Keeps entries from being removed, while they are read from the disk.
+    pub(crate) fn hold(&self) -> RwLockReadGuard<'_, ()> {
+        self.cuts.read()
+    }
+
+    /// Keeps readers off the disk, while entries are removed.
+    pub(crate) fn cut(&self) -> RwLockWriteGuard<'_, ()> {
+        self.cuts.write()
     }
 
     /// (purged, last).
@@ -130,6 +138,7 @@ impl Tail {
         };
         let begins = state.last.is_none();
         if begins {
+            state.first = first;
             state.first_cached = first;
             state.durable_end = first;
         }
@@ -165,7 +174,6 @@ impl Tail {
         state.last = last;
         state.durable_end = state.durable_end.min(from);
         state.first_cached = state.first_cached.min(from);
-        state.changes += 1;
     }
 
     /// All entries up to `upto` are gone, on the disk too.
@@ -191,7 +199,6 @@ impl Tail {
             state.first_cached = next;
             state.durable_end = next;
         }
-        state.changes += 1;
     }
 
     /// Looks at `start..end`: copies what is in memory (up to `limit_bytes`), says what is not.
@@ -199,7 +206,7 @@ impl Tail {
         let state = self.state.read();
         let start = match &state.purged {
             Some(purged) => start.max(purged.index().saturating_add(1)),
-            None => start,
+            None => start.max(state.first),
         };
         let end = end.min(next_index(state.last.as_ref()));
         let disk_end = state.first_cached.clamp(start, end.max(start));
@@ -215,15 +222,9 @@ impl Tail {
         }
         Window {
             start,
-            end,
             disk_end,
             cached,
-            changes: state.changes,
         }
-    }
-
-    pub(crate) fn changes(&self) -> u64 {
-        self.state.read().changes
     }
 }
 

@@ -47,6 +47,8 @@ pub(crate) enum Op {
     /// Removes all entries from this index on.
     Truncate {
         from: u64,
+        /// The last entry that stays.
+        last: Option<LogId>,
         done: oneshot::Sender<io::Result<()>>,
     },
     Purge {
@@ -78,6 +80,19 @@ enum Reply {
         callback: IOFlushed<TypeConfig>,
         last: u64,
         room: OwnedSemaphorePermit,
+    },
+    Voted {
+        vote: Vote,
+        done: oneshot::Sender<io::Result<()>>,
+    },
+    Truncated {
+        from: u64,
+        last: Option<LogId>,
+        done: oneshot::Sender<io::Result<()>>,
+    },
+    Purged {
+        upto: LogId,
+        done: oneshot::Sender<io::Result<()>>,
     },
     Done(oneshot::Sender<io::Result<()>>),
 }
@@ -130,6 +145,9 @@ impl Writer {
 
     fn commit(&self, group: Vec<Op>) {
         let sync = group.iter().any(Op::needs_sync);
+        let cuts = group
+            .iter()
+            .any(|op| matches!(op, Op::Truncate { .. } | Op::Purge { .. }));
         let mut batch = WriteBatch::default();
         let mut replies = Vec::with_capacity(group.len());
         let mut committed = None;
@@ -153,16 +171,16 @@ impl Writer {
                 }
                 Op::Vote { vote, done } => {
                     meta::put_vote(&self.database, &mut batch, &vote);
-                    replies.push(Reply::Done(done));
+                    replies.push(Reply::Voted { vote, done });
                 }
-                Op::Truncate { from, done } => {
+                Op::Truncate { from, last, done } => {
                     records::delete_from(&self.database, &mut batch, from);
-                    replies.push(Reply::Done(done));
+                    replies.push(Reply::Truncated { from, last, done });
                 }
                 Op::Purge { upto, done } => {
                     records::delete_upto(&self.database, &mut batch, upto.index());
                     meta::put_purged(&self.database, &mut batch, &upto);
-                    replies.push(Reply::Done(done));
+                    replies.push(Reply::Purged { upto, done });
                 }
                 // Only the last of a group is worth writing. It goes last, so that it never runs ahead of the
                 // entries it speaks of.
@@ -173,6 +191,7 @@ impl Writer {
         if let Some(committed) = committed {
             meta::put_committed(&self.database, &mut batch, committed.as_ref());
         }
+        let held = cuts.then(|| self.tail.cut());
         // After a failure nobody knows what the disk holds: nothing is tried, everything is refused.
         let result = self.fatal.check().and_then(|()| {
             self.database.write(batch, sync).map_err(|error| {
@@ -182,22 +201,135 @@ impl Writer {
                 ))
             })
         });
+        // What is in memory follows what is on the disk, in the order of the calls, before anyone is told.
+        if result.is_ok() {
+            for reply in &replies {
+                match reply {
+                    Reply::Flushed { last, .. } => self.tail.flushed(*last),
+                    Reply::Voted { vote, .. } => self.tail.set_vote(*vote),
+                    Reply::Truncated { from, last, .. } => self.tail.truncated(*from, *last),
+                    Reply::Purged { upto, .. } => self.tail.purged(*upto),
+                    Reply::Done(_) => {}
+                }
+            }
+        }
+        drop(held);
         for reply in replies {
             let result = match &result {
                 Ok(()) => Ok(()),
                 Err(error) => Err(io::Error::new(error.kind(), error.to_string())),
             };
             match reply {
-                Reply::Flushed { callback, last, room } => {
-                    if result.is_ok() {
-                        self.tail.flushed(last);
-                    }
+                Reply::Flushed { callback, room, .. } => {
                     drop(room);
                     callback.io_completed(result);
                 }
                 // A caller that went away does not need its answer.
-                Reply::Done(done) => drop(done.send(result)),
+                Reply::Voted { done, .. }
+                | Reply::Truncated { done, .. }
+                | Reply::Purged { done, .. }
+                | Reply::Done(done) => drop(done.send(result)),
             }
         }
+    }
+}
+
+#[cfg(test)]
+mod tests {
+    use openraft::EntryPayload;
+    use openraft::type_config::TypeConfigExt as _;
+    use tokio::sync::Semaphore;
+
+    use super::*;
+    use crate::meta::Meta;
+    use crate::types::{Entry, log_id};
+
+    #[test]
+    fn what_waits_is_committed_by_one_sync_and_acknowledged_in_order() {
+        const APPENDS: u64 = 200;
+        let folder = tempfile::tempdir().unwrap();
+        let (database, _) = Database::open(folder.path(), false).unwrap();
+        let (database, tail) = (Arc::new(database), Arc::new(Tail::new(&Meta::default(), None)));
+        let room = Arc::new(Semaphore::new(Semaphore::MAX_PERMITS));
+        let (queue, thread) = Writer::spawn(Arc::clone(&database), Arc::clone(&tail), Fatal::new()).unwrap();
+
+        // A purge has to wait for a reader of the disk, and everything behind it waits with it.
+        let held = tail.hold();
+        let (done, mut purged) = oneshot::channel();
+        queue
+            .blocking_send(Op::Purge {
+                upto: log_id(1, 9),
+                done,
+            })
+            .unwrap();
+        let mut waiting = Vec::new();
+        for index in 10..10 + APPENDS {
+            let entry = Entry {
+                log_id: log_id(1, index),
+                payload: EntryPayload::Blank,
+            };
+            let (signal, flushed) = TypeConfig::oneshot();
+            let op = Op::Append {
+                first: None,
+                records: vec![records::seal(&entry)],
+                callback: IOFlushed::signal(signal),
+                room: Arc::clone(&room).try_acquire_many_owned(1).unwrap(),
+            };
+            queue.blocking_send(op).unwrap();
+            waiting.push(flushed);
+        }
+        assert!(
+            purged.try_recv().is_err() && waiting[0].try_recv().is_err(),
+            "acknowledged too early"
+        );
+        assert_eq!(database.counts(), (0, 0));
+        drop(held);
+        waiting.pop().unwrap().blocking_recv().unwrap().unwrap();
+        purged.try_recv().unwrap().unwrap();
+        for mut flushed in waiting {
+            flushed
+                .try_recv()
+                .expect("an earlier call was overtaken")
+                .unwrap();
+        }
+        let (writes, syncs) = database.counts();
+        assert!(
+            writes <= 2 && syncs == writes,
+            "{writes} writes and {syncs} syncs for {APPENDS} appends"
+        );
+        assert_eq!(
+            records::read(&database, 10, 10 + APPENDS, usize::MAX)
+                .unwrap()
+                .len() as u64,
+            APPENDS
+        );
+        drop(queue);
+        thread.join().unwrap();
+    }
+
+    #[test]
+    fn after_a_failure_nothing_is_written_or_acknowledged() {
+        let folder = tempfile::tempdir().unwrap();
+        let (database, _) = Database::open(folder.path(), false).unwrap();
+        let (database, tail, fatal) = (
+            Arc::new(database),
+            Arc::new(Tail::new(&Meta::default(), None)),
+            Fatal::new(),
+        );
+        let (queue, thread) = Writer::spawn(Arc::clone(&database), Arc::clone(&tail), fatal.clone()).unwrap();
+        fatal.set("the disk is gone");
+        let (done, answer) = oneshot::channel();
+        queue
+            .blocking_send(Op::Vote {
+                vote: Vote::new(4, 1),
+                done,
+            })
+            .unwrap();
+        let error = answer.blocking_recv().unwrap().unwrap_err();
+        assert!(error.to_string().contains("the disk is gone"), "{error}");
+        assert_eq!(tail.vote(), None);
+        assert_eq!(database.counts(), (0, 0));
+        drop(queue);
+        thread.join().unwrap();
     }
 }

@@ -1,0 +1,232 @@
+//! Snapshots: contents, replacement, and a crash between any two steps.
+
+use std::sync::Arc;
+
+use parking_lot::Mutex;
+
+use super::*;
+use crate::snapshot::{Snapshots, Step};
+
+const STEPS: [Step; 7] = [
+    Step::Create,
+    Step::Write,
+    Step::SyncFile,
+    Step::Rename,
+    Step::SyncFolder,
+    Step::RemoveOld,
+    Step::Done,
+];
+
+fn meta(index: u64) -> SnapshotMeta {
+    SnapshotMeta {
+        last_log_id: Some(log_id(1, index)),
+        last_membership: StoredMembership::default(),
+    }
+}
+
+fn state(index: u64) -> Vec<u8> {
+    content(7, index).repeat(20)
+}
+
+fn assert_holds(snapshots: &Snapshots, index: u64) {
+    let current = snapshots.current().unwrap();
+    assert_eq!(current.meta, meta(index));
+    assert_eq!(current.snapshot.read_all().unwrap(), (meta(index), state(index)));
+}
+
+fn names(folder: &Path) -> Vec<String> {
+    files(folder, "")
+        .into_keys()
+        .map(|path| path.file_name().unwrap().to_string_lossy().into_owned())
+        .collect()
+}
+
+/// Receives the snapshot of `index` from another folder, as the network does.
+fn receive(snapshots: &Snapshots, index: u64) -> SnapshotData {
+    let other = tempfile::tempdir().unwrap();
+    let sent = Snapshots::open(other.path())
+        .unwrap()
+        .store(&meta(index), &state(index))
+        .unwrap()
+        .snapshot;
+    let mut receiver = snapshots.receive(sent.size_bytes()).unwrap();
+    let mut offset = 0;
+    while offset < sent.size_bytes() {
+        let piece = sent.read_at(offset, 1000).unwrap();
+        receiver.write(&piece).unwrap();
+        offset += piece.len() as u64;
+    }
+    let (received, data) = receiver.finish().unwrap();
+    assert_eq!(received, meta(index));
+    data
+}
+
+#[test]
+fn the_steps_come_in_the_safe_order() {
+    let folder = tempfile::tempdir().unwrap();
+    let snapshots = Snapshots::open(folder.path()).unwrap();
+    let seen = Arc::new(Mutex::new(Vec::new()));
+    let recorder = Arc::clone(&seen);
+    *snapshots.hook.lock() = Some(Box::new(move |step| recorder.lock().push(step)));
+    snapshots.store(&meta(5), &state(5)).unwrap();
+    assert_eq!(*seen.lock(), STEPS);
+    seen.lock().clear();
+    let data = receive(&snapshots, 6);
+    assert!(seen.lock().is_empty(), "receiving alone changes nothing");
+    snapshots.adopt(&meta(6), &data, &state(6)).unwrap();
+    assert_eq!(*seen.lock(), STEPS[2..]);
+    assert_holds(&snapshots, 6);
+    assert_eq!(names(folder.path()).len(), 1, "the older one is gone");
+}
+
+/// The child: replaces snapshot 5 by 9 and dies at the step that its mode names.
+#[test]
+fn child_dies_at_a_step() {
+    let Some((folder, mode)) = child_task() else {
+        return;
+    };
+    let snapshots = Snapshots::open(&folder).unwrap();
+    let (how, step) = mode.split_once(' ').unwrap();
+    let step = step.to_owned();
+    let received = (how == "adopt").then(|| receive(&snapshots, 9));
+    *snapshots.hook.lock() = Some(Box::new(move |at| {
+        if format!("{at:?}") == step {
+            std::process::abort();
+        }
+    }));
+    match received {
+        None => drop(snapshots.store(&meta(9), &state(9)).unwrap()),
+        Some(data) => snapshots.adopt(&meta(9), &data, &state(9)).unwrap(),
+    }
+    panic!("the step was never reached");
+}
+
+#[test]
+fn a_crash_between_any_two_steps_leaves_the_old_one_or_the_new_one() {
+    for (how, steps) in [("store", &STEPS[..]), ("adopt", &STEPS[2..])] {
+        for step in steps {
+            let folder = tempfile::tempdir().unwrap();
+            Snapshots::open(folder.path())
+                .unwrap()
+                .store(&meta(5), &state(5))
+                .unwrap();
+            let (mut child, _output) = child(
+                "tests::snapshots::child_dies_at_a_step",
+                folder.path(),
+                &format!("{how} {step:?}"),
+            );
+            let status = child.wait().unwrap();
+            assert_eq!(
+                std::os::unix::process::ExitStatusExt::signal(&status),
+                Some(6),
+                "{how} {step:?}: {status}"
+            );
+
+            let snapshots = Snapshots::open(folder.path()).unwrap();
+            let renamed = matches!(step, Step::SyncFolder | Step::RemoveOld | Step::Done);
+            assert_holds(&snapshots, if renamed { 9 } else { 5 });
+            assert_eq!(
+                names(folder.path()).len(),
+                1,
+                "{how} {step:?}: nothing else is left after a start"
+            );
+            // And it goes on from there.
+            snapshots.store(&meta(11), &state(11)).unwrap();
+            assert_holds(&Snapshots::open(folder.path()).unwrap(), 11);
+        }
+    }
+}
+
+#[test]
+fn a_built_snapshot_never_replaces_a_newer_received_one() {
+    let folder = tempfile::tempdir().unwrap();
+    let snapshots = Snapshots::open(folder.path()).unwrap();
+    let data = receive(&snapshots, 20);
+    snapshots.adopt(&meta(20), &data, &state(20)).unwrap();
+    assert_eq!(snapshots.store(&meta(10), &state(10)).unwrap().meta, meta(20));
+    assert_holds(&snapshots, 20);
+}
+
+#[test]
+fn a_handle_reads_to_its_end_after_the_file_was_replaced() {
+    let folder = tempfile::tempdir().unwrap();
+    let snapshots = Snapshots::open(folder.path()).unwrap();
+    let old = snapshots.store(&meta(1), &state(1)).unwrap().snapshot;
+    let before = old.read_at(0, usize::MAX).unwrap();
+    snapshots.store(&meta(2), &state(2)).unwrap();
+    assert_eq!(old.read_at(0, usize::MAX).unwrap(), before);
+    assert_eq!(old.read_all().unwrap(), (meta(1), state(1)));
+}
+
+#[test]
+fn what_arrives_short_long_or_damaged_is_refused_and_removed() {
+    let (folder, other) = (tempfile::tempdir().unwrap(), tempfile::tempdir().unwrap());
+    let snapshots = Snapshots::open(folder.path()).unwrap();
+    let sent = Snapshots::open(other.path())
+        .unwrap()
+        .store(&meta(1), &state(1))
+        .unwrap()
+        .snapshot;
+    let good = sent.read_at(0, usize::MAX).unwrap();
+    let size = good.len() as u64;
+
+    let mut short = snapshots.receive(size).unwrap();
+    short.write(&good[..good.len() - 1]).unwrap();
+    assert!(short.finish().unwrap_err().to_string().contains("ended after"));
+    let mut long = snapshots.receive(size - 1).unwrap();
+    assert!(long.write(&good).unwrap_err().to_string().contains("more than"));
+    drop(long);
+    let mut bad = good.clone();
+    bad[good.len() / 2] ^= 4;
+    let mut damaged = snapshots.receive(size).unwrap();
+    damaged.write(&bad).unwrap();
+    let error = damaged.finish().unwrap_err();
+    assert_eq!(error.kind(), std::io::ErrorKind::InvalidData);
+    assert!(error.to_string().contains("SHA-256"), "{error}");
+    assert!(snapshots.receive(MAX_SNAPSHOT_BYTES + 1).is_err());
+    drop(snapshots.receive(10).unwrap());
+    assert!(names(folder.path()).is_empty(), "{:?}", names(folder.path()));
+}
+
+#[tokio::test(flavor = "multi_thread")]
+async fn an_installed_snapshot_is_the_state_and_survives_a_restart() {
+    let (one, two) = (tempfile::tempdir().unwrap(), tempfile::tempdir().unwrap());
+    fill(one.path()).await;
+    let (from, to) = (open(one.path()), open(two.path()));
+    let mut source = from.state_machine(Chain::default()).unwrap();
+    let sent = source.get_current_snapshot().await.unwrap().unwrap();
+    let mut receiver = to.receive_snapshot(sent.snapshot.size_bytes()).unwrap();
+    receiver
+        .write(&sent.snapshot.read_at(0, usize::MAX).unwrap())
+        .unwrap();
+    let (meta, data) = receiver.finish().unwrap();
+    let mut target = to.state_machine(Chain::default()).unwrap();
+    let mut progress = target.reader().progress();
+    target.install_snapshot(&meta, data).await.unwrap();
+    progress.changed().await.unwrap();
+    assert_eq!(*progress.borrow(), 20);
+    assert_eq!(target.reader().read().machine, source.reader().read().machine);
+    drop(target);
+    to.close().await.unwrap();
+    let to = open(two.path());
+    assert!(!to.is_pristine());
+    let target = to.state_machine(Chain::default()).unwrap();
+    assert_eq!(target.reader().read().machine, source.reader().read().machine);
+}
+
+#[tokio::test(flavor = "multi_thread")]
+async fn a_snapshot_that_the_machine_refuses_is_not_installed() {
+    let (one, two) = (tempfile::tempdir().unwrap(), tempfile::tempdir().unwrap());
+    let snapshots = Snapshots::open(one.path()).unwrap();
+    let alien = snapshots.store(&meta(3), b"").unwrap();
+    let store = open(two.path());
+    let mut machine = store.state_machine(Chain::default()).unwrap();
+    assert!(
+        machine
+            .install_snapshot(&alien.meta, alien.snapshot)
+            .await
+            .is_err()
+    );
+    assert!(store.fatal().get().unwrap().contains("installing a snapshot"));
+    assert!(machine.get_current_snapshot().await.unwrap().is_none());
+}
