@@ -37,6 +37,9 @@ const MAX_WAL_BYTES: u64 = 64 * 1024 * 1024;
 /// A log of a few tens of mebibytes has a handful of files; the bound keeps a sick one from eating descriptors.
 const MAX_OPEN_FILES: i32 = 128;
 
+/// Key and value.
+pub(crate) type Record = (Box<[u8]>, Box<[u8]>);
+
 pub(crate) struct Database {
     db: DB,
     path: PathBuf,
@@ -132,6 +135,18 @@ impl Database {
                 },
             }
         })?;
+        if !has_db {
+            // The names of the folders must be as durable as what will be promised inside them.
+            let parent = path
+                .canonicalize()
+                .ok()
+                .and_then(|path| path.parent().map(Path::to_owned));
+            for folder in [Some(path.to_owned()), parent].into_iter().flatten() {
+                File::open(&folder)
+                    .and_then(|folder| folder.sync_all())
+                    .map_err(failed("syncing the new folder"))?;
+            }
+        }
         let found = db.latest_sequence_number();
         if found < acknowledged {
             return Err(lost(format!(
@@ -198,7 +213,7 @@ impl Database {
         &'a self,
         family: &ColumnFamily,
         mode: IteratorMode<'_>,
-    ) -> impl Iterator<Item = Result<(Box<[u8]>, Box<[u8]>), rocksdb::Error>> + 'a {
+    ) -> impl Iterator<Item = Result<Record, rocksdb::Error>> + 'a {
         self.db.iterator_cf(family, mode)
     }
 }

@@ -157,7 +157,6 @@ impl RaftLogReader<TypeConfig> for LogReader {
         };
         let pieces = stream::unfold((start, false), move |(start, ended)| {
             let log = Arc::clone(&log);
-            let still_led = still_led.clone();
             async move {
                 if ended {
                     return None;

@@ -90,7 +90,7 @@ pub(crate) fn read(database: &Database, start: u64, end: u64, limit_bytes: usize
         };
         let (stored_key, value) = match records.next() {
             None => return Err(bad("it is missing, and nothing comes behind it")),
-            Some(Err(error)) => return Err(bad(&error.to_string())),
+            Some(Err(error)) => return Err(bad(error.as_ref())),
             Some(Ok(record)) => record,
         };
         // The bound is looked at before the record is kept: what is returned stays within it, but for a first

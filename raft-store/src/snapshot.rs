@@ -44,10 +44,13 @@ pub(crate) type StepHook = Box<dyn Fn(Step) + Send + Sync>;
 /// The snapshots' folder of one store.
 pub(crate) struct Snapshots {
     folder: PathBuf,
-    /// The newest snapshot. The lock is held over a whole replacement, so that a snapshot that was built and one
-    /// that was received meanwhile cannot interleave their steps. Never taken on an async thread for long: whoever
-    /// replaces is on a blocking one, whoever reads (`current`) may wait for one replacement.
+    /// The newest snapshot. Held for a copy or a swap only, so it may be taken on an async thread.
     current: Mutex<Option<Snapshot>>,
+    /// Held over a whole replacement, on a blocking thread, so that a snapshot that was built and one that was
+    /// received meanwhile cannot interleave their steps. Taken before `current`.
+    replacing: Mutex<()>,
+    /// What a crash left behind, to be removed once the store is known to be whole.
+    leftovers: Mutex<Vec<PathBuf>>,
     next_partial: AtomicU64,
     #[cfg(test)]
     pub(crate) hook: Mutex<Option<StepHook>>,
@@ -67,7 +70,7 @@ fn sync_folder(folder: &Path) -> io::Result<()> {
 }
 
 impl Snapshots {
-    /// Opens the folder (creating it), checks the newest snapshot, removes what a crash left behind.
+    /// Opens the folder (creating it) and checks the newest snapshot. Removes nothing: see [`tidy`](Self::tidy).
     pub(crate) fn open(folder: &Path) -> Result<Self, OpenError> {
         let failed = |what| {
             move |error| OpenError::Folder {
@@ -94,18 +97,33 @@ impl Snapshots {
             None => None,
             Some(path) => Some(Self::check(&path)?),
         };
-        for path in leftovers.into_iter().chain(whole) {
-            tracing::info!(path = %path.display(), "removing an older or unfinished snapshot");
-            fs::remove_file(&path).map_err(failed("removing an older or unfinished snapshot"))?;
+        leftovers.append(&mut whole);
+        // The folder's own name, too, must be durable before a snapshot in it is relied on.
+        for folder in [Some(folder), folder.parent()].into_iter().flatten() {
+            sync_folder(folder).map_err(failed("syncing the snapshot folder"))?;
         }
-        sync_folder(folder).map_err(failed("syncing the snapshot folder"))?;
         Ok(Self {
             folder: folder.to_owned(),
             current: Mutex::new(current),
+            replacing: Mutex::new(()),
+            leftovers: Mutex::new(leftovers),
             next_partial: AtomicU64::new(0),
             #[cfg(test)]
             hook: Mutex::new(None),
         })
+    }
+
+    /// Removes what a crash left behind: partial files, and snapshots older than the newest.
+    pub(crate) fn tidy(&self) -> Result<(), OpenError> {
+        for path in std::mem::take(&mut *self.leftovers.lock()) {
+            tracing::info!(path = %path.display(), "removing an older or unfinished snapshot");
+            fs::remove_file(&path).map_err(|error| OpenError::Folder {
+                path,
+                what: "removing an older or unfinished snapshot",
+                error,
+            })?;
+        }
+        Ok(())
     }
 
     fn check(path: &Path) -> Result<Snapshot, OpenError> {
@@ -151,8 +169,8 @@ impl Snapshots {
     /// Writes a new snapshot and makes it the current one. Blocking. If a newer one came in between (a built one can
     /// be overtaken by a received one), that one stays and is returned.
     pub(crate) fn store(&self, meta: &SnapshotMeta, state: &[u8]) -> io::Result<Snapshot> {
-        let mut current = self.current.lock();
-        if let Some(newer) = Self::newer(&current, meta) {
+        let _replacing = self.replacing.lock();
+        if let Some(newer) = self.newer(meta) {
             return Ok(newer);
         }
         let partial = self.partial_path();
@@ -169,7 +187,7 @@ impl Snapshots {
             let _ = fs::remove_file(&partial);
             return Err(error);
         }
-        self.publish(&mut current, &partial, meta)
+        self.publish(&partial, meta)
     }
 
     /// Makes a received (or another store's) snapshot the current one. Blocking. `data` was checked by the caller,
@@ -184,29 +202,22 @@ impl Snapshots {
                 self.store(meta, state).map(drop)
             };
         }
-        let mut current = self.current.lock();
-        if Self::newer(&current, meta).is_some() {
+        let _replacing = self.replacing.lock();
+        if self.newer(meta).is_some() {
             return Ok(());
         }
         self.step(Step::SyncFile);
         File::open(data.path())?.sync_all()?;
-        self.publish(&mut current, data.path(), meta).map(drop)
+        self.publish(data.path(), meta).map(drop)
     }
 
-    fn newer(current: &Option<Snapshot>, meta: &SnapshotMeta) -> Option<Snapshot> {
-        current
-            .as_ref()
+    fn newer(&self, meta: &SnapshotMeta) -> Option<Snapshot> {
+        self.current()
             .filter(|current| current.meta.last_log_id > meta.last_log_id)
-            .cloned()
     }
 
-    /// From a durable partial file to the current snapshot.
-    fn publish(
-        &self,
-        current: &mut Option<Snapshot>,
-        partial: &Path,
-        meta: &SnapshotMeta,
-    ) -> io::Result<Snapshot> {
+    /// From a durable partial file to the current snapshot. The caller holds `replacing`.
+    fn publish(&self, partial: &Path, meta: &SnapshotMeta) -> io::Result<Snapshot> {
         let path = self.folder.join(file_name(meta));
         self.step(Step::Rename);
         fs::rename(partial, &path)?;
@@ -217,7 +228,7 @@ impl Snapshots {
             meta: meta.clone(),
             snapshot: SnapshotData::open(&path, false)?,
         };
-        let old = current.replace(new.clone());
+        let old = self.current.lock().replace(new.clone());
         if let Some(old) = old
             && old.snapshot.path() != path
             && let Err(error) = fs::remove_file(old.snapshot.path())

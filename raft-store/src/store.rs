@@ -79,6 +79,7 @@ impl Store {
         let snapshot = snapshots.current();
         let covered = snapshot.as_ref().and_then(|snapshot| snapshot.meta.last_log_id);
         check_whole(path, meta.purged, last, meta.committed, covered)?;
+        snapshots.tidy()?;
 
         let fatal = Fatal::new();
         let pristine = meta.vote.is_none() && last.is_none() && snapshot.is_none();

@@ -97,6 +97,17 @@ enum Reply {
     Done(oneshot::Sender<io::Result<()>>),
 }
 
+/// A writer that panicked answers nobody any more: whoever waits on the store's failure must know.
+struct PanicGuard<'a>(&'a Fatal);
+
+impl Drop for PanicGuard<'_> {
+    fn drop(&mut self) {
+        if std::thread::panicking() {
+            self.0.set("the Raft log's writer thread panicked");
+        }
+    }
+}
+
 pub(crate) struct Writer {
     database: Arc<Database>,
     tail: Arc<Tail>,
@@ -123,6 +134,7 @@ impl Writer {
     }
 
     fn run(self, mut queue: mpsc::Receiver<Op>) {
+        let _guard = PanicGuard(&self.fatal);
         let mut carried = None;
         loop {
             let Some(first) = carried.take().or_else(|| queue.blocking_recv()) else {

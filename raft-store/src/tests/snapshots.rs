@@ -17,6 +17,12 @@ const STEPS: [Step; 7] = [
     Step::Done,
 ];
 
+fn open_folder(folder: &Path) -> Snapshots {
+    let snapshots = Snapshots::open(folder).unwrap();
+    snapshots.tidy().unwrap();
+    snapshots
+}
+
 fn meta(index: u64) -> SnapshotMeta {
     SnapshotMeta {
         last_log_id: Some(log_id(1, index)),
@@ -44,8 +50,7 @@ fn names(folder: &Path) -> Vec<String> {
 /// Receives the snapshot of `index` from another folder, as the network does.
 fn receive(snapshots: &Snapshots, index: u64) -> SnapshotData {
     let other = tempfile::tempdir().unwrap();
-    let sent = Snapshots::open(other.path())
-        .unwrap()
+    let sent = open_folder(other.path())
         .store(&meta(index), &state(index))
         .unwrap()
         .snapshot;
@@ -64,7 +69,7 @@ fn receive(snapshots: &Snapshots, index: u64) -> SnapshotData {
 #[test]
 fn the_steps_come_in_the_safe_order() {
     let folder = tempfile::tempdir().unwrap();
-    let snapshots = Snapshots::open(folder.path()).unwrap();
+    let snapshots = open_folder(folder.path());
     let seen = Arc::new(Mutex::new(Vec::new()));
     let recorder = Arc::clone(&seen);
     *snapshots.hook.lock() = Some(Box::new(move |step| recorder.lock().push(step)));
@@ -85,7 +90,7 @@ fn child_dies_at_a_step() {
     let Some((folder, mode)) = child_task() else {
         return;
     };
-    let snapshots = Snapshots::open(&folder).unwrap();
+    let snapshots = open_folder(&folder);
     let (how, step) = mode.split_once(' ').unwrap();
     let step = step.to_owned();
     let received = (how == "adopt").then(|| receive(&snapshots, 9));
@@ -106,10 +111,7 @@ fn a_crash_between_any_two_steps_leaves_the_old_one_or_the_new_one() {
     for (how, steps) in [("store", &STEPS[..]), ("adopt", &STEPS[2..])] {
         for step in steps {
             let folder = tempfile::tempdir().unwrap();
-            Snapshots::open(folder.path())
-                .unwrap()
-                .store(&meta(5), &state(5))
-                .unwrap();
+            open_folder(folder.path()).store(&meta(5), &state(5)).unwrap();
             let (mut child, _output) = child(
                 "tests::snapshots::child_dies_at_a_step",
                 folder.path(),
@@ -122,7 +124,7 @@ fn a_crash_between_any_two_steps_leaves_the_old_one_or_the_new_one() {
                 "{how} {step:?}: {status}"
             );
 
-            let snapshots = Snapshots::open(folder.path()).unwrap();
+            let snapshots = open_folder(folder.path());
             let renamed = matches!(step, Step::SyncFolder | Step::RemoveOld | Step::Done);
             assert_holds(&snapshots, if renamed { 9 } else { 5 });
             assert_eq!(
@@ -132,7 +134,7 @@ fn a_crash_between_any_two_steps_leaves_the_old_one_or_the_new_one() {
             );
             // And it goes on from there.
             snapshots.store(&meta(11), &state(11)).unwrap();
-            assert_holds(&Snapshots::open(folder.path()).unwrap(), 11);
+            assert_holds(&open_folder(folder.path()), 11);
         }
     }
 }
@@ -140,7 +142,7 @@ fn a_crash_between_any_two_steps_leaves_the_old_one_or_the_new_one() {
 #[test]
 fn a_built_snapshot_never_replaces_a_newer_received_one() {
     let folder = tempfile::tempdir().unwrap();
-    let snapshots = Snapshots::open(folder.path()).unwrap();
+    let snapshots = open_folder(folder.path());
     let data = receive(&snapshots, 20);
     snapshots.adopt(&meta(20), &data, &state(20)).unwrap();
     assert_eq!(snapshots.store(&meta(10), &state(10)).unwrap().meta, meta(20));
@@ -150,7 +152,7 @@ fn a_built_snapshot_never_replaces_a_newer_received_one() {
 #[test]
 fn a_handle_reads_to_its_end_after_the_file_was_replaced() {
     let folder = tempfile::tempdir().unwrap();
-    let snapshots = Snapshots::open(folder.path()).unwrap();
+    let snapshots = open_folder(folder.path());
     let old = snapshots.store(&meta(1), &state(1)).unwrap().snapshot;
     let before = old.read_at(0, usize::MAX).unwrap();
     snapshots.store(&meta(2), &state(2)).unwrap();
@@ -161,9 +163,8 @@ fn a_handle_reads_to_its_end_after_the_file_was_replaced() {
 #[test]
 fn what_arrives_short_long_or_damaged_is_refused_and_removed() {
     let (folder, other) = (tempfile::tempdir().unwrap(), tempfile::tempdir().unwrap());
-    let snapshots = Snapshots::open(folder.path()).unwrap();
-    let sent = Snapshots::open(other.path())
-        .unwrap()
+    let snapshots = open_folder(folder.path());
+    let sent = open_folder(other.path())
         .store(&meta(1), &state(1))
         .unwrap()
         .snapshot;
@@ -217,7 +218,7 @@ async fn an_installed_snapshot_is_the_state_and_survives_a_restart() {
 #[tokio::test(flavor = "multi_thread")]
 async fn a_snapshot_that_the_machine_refuses_is_not_installed() {
     let (one, two) = (tempfile::tempdir().unwrap(), tempfile::tempdir().unwrap());
-    let snapshots = Snapshots::open(one.path()).unwrap();
+    let snapshots = open_folder(one.path());
     let alien = snapshots.store(&meta(3), b"").unwrap();
     let store = open(two.path());
     let mut machine = store.state_machine(Chain::default()).unwrap();
