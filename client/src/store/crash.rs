@@ -73,13 +73,15 @@ pub(crate) fn broken(name: &'static str) -> bool {
     false
 }
 
-/// Makes the process kill itself (SIGKILL: nothing runs after it) at the `nth` pass of the failpoint.
+/// Makes the process kill itself (SIGKILL: nothing runs after it) at the `nth` pass of the failpoint, after
+/// `last_act` (e.g. shutting the filesystem down, as a power loss would).
 #[cfg(feature = "failpoints")]
-pub fn kill_at(name: &str, nth: usize) -> Result<(), String> {
+pub fn kill_at(name: &str, nth: usize, last_act: impl Fn() + Send + Sync + 'static) -> Result<(), String> {
     use std::sync::atomic::{AtomicUsize, Ordering};
     let left = AtomicUsize::new(nth);
     fail::cfg_callback(name, move || {
         if left.fetch_sub(1, Ordering::SeqCst) == 1 {
+            last_act();
             let _ = rustix::process::kill_process(rustix::process::getpid(), rustix::process::Signal::KILL);
             // The signal is on its way; nothing of this thread's work may happen before it arrives.
             loop {

@@ -4,8 +4,10 @@
 //! checker that knows the content and does not ask the store. The last tests break the store on purpose
 //! and require that the checker notices.
 //!
-//! SIGKILL keeps the page cache: these tests say nothing about missing syncs. Power loss is tested where a
-//! filesystem can be shut down under the store.
+//! SIGKILL keeps the page cache and so says nothing about missing syncs; for those, module `power` shuts the
+//! filesystem down under the store (needs root, so those tests run only when asked for: `--ignored`).
+
+mod power;
 
 use mooncake_client::store::{
     ArtifactState, BEGIN_FAILPOINTS, FLUSH_FAILPOINTS, NewArtifact, PUBLISH_FAILPOINTS, Store, StoreConfig,
@@ -152,6 +154,9 @@ fn new(truth: &Truth) -> NewArtifact {
 
 const ENV_ROOT: &str = "STORE_CRASH_ROOT";
 const ENV_KILL_AT: &str = "STORE_CRASH_KILL_AT";
+/// Set: the mount point of a filesystem that is shut down before the kill.
+const ENV_POWER: &str = "STORE_CRASH_POWER";
+/// Rules to break, separated by commas.
 const ENV_BREAK: &str = "STORE_CRASH_BREAK";
 
 /// Not a test of its own: what the tests below start as a child process (they set the variables).
@@ -160,11 +165,13 @@ fn worker_process() {
     let Ok(root) = std::env::var(ENV_ROOT) else { return };
     if let Ok(point) = std::env::var(ENV_KILL_AT) {
         let (name, nth) = point.split_once('#').unwrap();
-        kill_at(name, nth.parse().unwrap()).unwrap();
+        let shutdown = std::env::var(ENV_POWER).ok().map(PathBuf::from);
+        let last_act = move || shutdown.iter().for_each(|mount| power::shut_down(mount));
+        kill_at(name, nth.parse().unwrap(), last_act).unwrap();
     }
     let broken = std::env::var(ENV_BREAK).ok();
-    if let Some(name) = &broken {
-        fail::cfg(name.as_str(), "return").unwrap();
+    for name in broken.iter().flat_map(|names| names.split(',')) {
+        fail::cfg(name, "return").unwrap();
     }
     let truth = truth();
     let store = open(Path::new(&root));
