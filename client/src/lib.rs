@@ -1,5 +1,11 @@
 //! The node process of Mooncake distribution: sources, chunk store, swarm, transports, task executor.
 
+pub mod config;
+pub mod executor;
+pub mod http;
+pub mod metrics;
+pub mod node;
+pub mod session;
 pub mod source;
 pub mod store;
 pub mod swarm;

@@ -1,1 +1,84 @@
-fn main() {}
+//! `mooncake_client`: see [`mooncake_client::config`] for its settings.
+
+use anyhow::Context;
+use mooncake_client::{
+    config::{Args, LogFormat},
+    node::Node,
+};
+use std::process::ExitCode;
+use tokio::signal::unix::{SignalKind, signal};
+use tracing_subscriber::{EnvFilter, fmt, prelude::*};
+
+/// Exit code for faults of the command line or the configuration, as `clap` has it.
+const EXIT_USAGE: u8 = 2;
+
+fn main() -> ExitCode {
+    let args = Args::read(std::env::args_os()).unwrap_or_else(|e| e.exit());
+    let filter = match EnvFilter::try_new(&args.log_level) {
+        Ok(filter) => filter,
+        Err(e) => return usage(&format!("--log-level '{}': {e}", args.log_level)),
+    };
+    let (text, json) = match args.log_format {
+        LogFormat::Text => (Some(fmt::layer().with_writer(std::io::stderr)), None),
+        LogFormat::Json => (
+            None,
+            Some(
+                fmt::layer()
+                    .json()
+                    .flatten_event(true)
+                    .with_writer(std::io::stderr),
+            ),
+        ),
+    };
+    tracing_subscriber::registry()
+        .with(filter)
+        .with(text)
+        .with(json)
+        .init();
+
+    let settings = match args.check() {
+        Ok(settings) => settings,
+        Err(why) => return usage(&why),
+    };
+    let runtime = match tokio::runtime::Builder::new_multi_thread().enable_all().build() {
+        Ok(runtime) => runtime,
+        Err(e) => return failed(&anyhow::anyhow!("cannot start the runtime: {e}")),
+    };
+    let result = runtime.block_on(async {
+        let mut terminate = signal(SignalKind::terminate()).context("cannot wait for SIGTERM")?;
+        let mut interrupt = signal(SignalKind::interrupt()).context("cannot wait for SIGINT")?;
+        let mut node = Node::start(settings).await?;
+        let fault = tokio::select! {
+            _ = terminate.recv() => None,
+            _ = interrupt.recv() => None,
+            fault = node.failed() => Some(fault),
+        };
+        // A second signal while it stops: the default would be lost to the handlers above.
+        let stopped = tokio::select! {
+            () = node.shutdown() => true,
+            _ = terminate.recv() => false,
+            _ = interrupt.recv() => false,
+        };
+        if !stopped {
+            tracing::warn!("a second signal: stopping at once; what was journaled is kept");
+        }
+        fault.map_or(Ok(()), Err)
+    });
+    // Blocking work that hangs on a disk must not keep the process.
+    runtime.shutdown_background();
+    match result {
+        Ok(()) => ExitCode::SUCCESS,
+        Err(e) => failed(&e),
+    }
+}
+
+fn usage(why: &str) -> ExitCode {
+    eprintln!("error: {why}\n\nFor more information, try 'mooncake_client --help'.");
+    ExitCode::from(EXIT_USAGE)
+}
+
+fn failed(error: &anyhow::Error) -> ExitCode {
+    tracing::error!("{error:#}");
+    eprintln!("error: {error:#}");
+    ExitCode::FAILURE
+}

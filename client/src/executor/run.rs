@@ -1,0 +1,267 @@
+//! One task from its order to its outcome.
+//!
+//! ```text
+//! acquire:    begin -> read sources, check -> ACQUIRED -> (seal) -> publish -> STAGED
+//! replicate:  begin -> fetch from peers    ------------> (seal) -> publish -> STAGED
+//! ```
+//! Nothing here needs a master until the seal: a task whose masters are all dead goes on to its last byte and
+//! waits there, without a time-out; revoke and shutdown end it.
+
+use super::{
+    decide::TaskKind,
+    order::{AcquireOrder, Layout, ReplicateOrder},
+    reports::{Live, Outcome, Reports},
+    transfer::{AcquireJob, FetchJob, Transfer},
+};
+use crate::{
+    store::{Artifact, ArtifactState, Fence, NewArtifact, PublishError, Store, StoreError},
+    task::TaskFailure,
+    transport::PeerAddress,
+};
+use mooncake_proto::{
+    ids::ModelRef,
+    manifest::{Checksum, Manifest, Seal, Sources},
+};
+use std::{path::PathBuf, sync::Arc};
+use tokio::sync::{Semaphore, watch};
+use tokio_util::sync::CancellationToken;
+
+/// Acquisitions at work at once; more wait in line. They depend on nothing but their sources, so waiting
+/// cannot deadlock (replications may wait for each other across nodes: they are not limited).
+pub const MAX_ACQUISITIONS: usize = 32;
+/// Tasks that prepare their staging at once: each blocks a thread, and the disk does not get faster.
+pub const MAX_BEGINS: usize = 8;
+/// Times that a whole copy which does not reproduce the seal is repaired before the attempt is given up: once
+/// is what a lying peer costs; a second time is bad luck, a third a fault.
+const MAX_REPAIRS: u32 = 3;
+
+/// What all tasks of a node share.
+pub struct Shared {
+    /// Where models go.
+    pub store: Store,
+    /// What moves bytes.
+    pub transfer: Arc<dyn Transfer>,
+    /// Where outcomes go.
+    pub reports: Arc<Reports>,
+    pub(super) acquisitions: Semaphore,
+    pub(super) begins: Semaphore,
+}
+
+/// One task.
+pub(super) struct Task {
+    pub(super) shared: Arc<Shared>,
+    pub(super) model: ModelRef,
+    pub(super) generation: u64,
+    pub(super) fence: Fence,
+    pub(super) live: Arc<Live>,
+    pub(super) peers: watch::Receiver<Vec<PeerAddress>>,
+    pub(super) seal: watch::Receiver<Option<Seal>>,
+    pub(super) cancel: CancellationToken,
+}
+
+/// The order's payload.
+pub(super) enum Work {
+    Acquire(AcquireOrder),
+    Replicate(ReplicateOrder),
+}
+
+impl Work {
+    pub(super) fn kind(&self) -> TaskKind {
+        match self {
+            Self::Acquire(_) => TaskKind::Acquire,
+            Self::Replicate(_) => TaskKind::Replicate,
+        }
+    }
+}
+
+impl Task {
+    /// To the end: the seal and the final folder.
+    pub(super) async fn run(mut self, work: Work) -> Result<(Seal, PathBuf), TaskFailure> {
+        match work {
+            Work::Acquire(order) => self.acquire(order).await,
+            Work::Replicate(order) => self.replicate(order).await,
+        }
+    }
+
+    async fn acquire(&mut self, order: AcquireOrder) -> Result<(Seal, PathBuf), TaskFailure> {
+        let shared = self.shared.clone();
+        let (artifact, own) = {
+            let _turn = self.turn(&shared.acquisitions).await?;
+            let sources = order.sources.0;
+            // The fault is not repeated: it could quote the source list, which may hold signed URLs.
+            let decoded =
+                blocking(move || Sources::decode(&sources).map_err(|_| undecodable("source list"))).await??;
+            let artifact = self.begin(order.layout, order.require_checksums).await?;
+            let job = AcquireJob {
+                artifact: artifact.clone(),
+                sources: decoded,
+                expected_seal: order.expected_seal,
+                live: self.live.clone(),
+            };
+            let own = shared.transfer.acquire(job, self.cancel.clone()).await?;
+            (artifact, own)
+        };
+        let committed = match order.expected_seal {
+            // Committed already, and `acquire` compared.
+            Some(seal) => seal,
+            None => {
+                tracing::info!(model = %self.model, fence = %self.fence, root = %own.root, "acquired, waiting for the seal to be committed");
+                self.shared
+                    .reports
+                    .set(&self.model, self.fence, Outcome::Acquired(own));
+                self.committed_seal().await?
+            }
+        };
+        if own != committed {
+            return Err(TaskFailure::permanent(
+                "source_changed",
+                format!(
+                    "{} was sealed with root {} but this copy, read from its source, has root {}: the source changed \
+                     between two downloads; distribute the new content under another revision",
+                    self.model, committed.root, own.root
+                ),
+            ));
+        }
+        match publish(artifact, committed).await? {
+            Ok(path) => Ok((committed, path)),
+            Err(e) => Err(publish_failure(&e)),
+        }
+    }
+
+    async fn replicate(&mut self, order: ReplicateOrder) -> Result<(Seal, PathBuf), TaskFailure> {
+        let artifact = self.begin(order.layout, false).await?;
+        let mut last = None;
+        for _ in 0..=MAX_REPAIRS {
+            if !matches!(artifact.state(), ArtifactState::Staged { .. }) {
+                let job = FetchJob {
+                    artifact: artifact.clone(),
+                    peers: self.peers.clone(),
+                    seal: self.seal.clone(),
+                    live: self.live.clone(),
+                };
+                self.shared.transfer.fetch(job, self.cancel.clone()).await?;
+            }
+            let committed = self.committed_seal().await?;
+            match publish(artifact.clone(), committed).await? {
+                Ok(path) => return Ok((committed, path)),
+                // The fetch knows the seal by now, and finds out which blocks are wrong.
+                Err(e @ (PublishError::RootMismatch { .. } | PublishError::NotWhole { .. }))
+                    if !matches!(artifact.state(), ArtifactState::Staged { .. }) =>
+                {
+                    tracing::warn!(model = %self.model, fence = %self.fence, error = %e, "the copy does not reproduce the seal yet");
+                    last = Some(e);
+                }
+                Err(e) => return Err(publish_failure(&e)),
+            }
+        }
+        Err(last.as_ref().map_or_else(TaskFailure::canceled, publish_failure))
+    }
+
+    /// A turn at something that is limited.
+    async fn turn<'a>(&self, what: &'a Semaphore) -> Result<tokio::sync::SemaphorePermit<'a>, TaskFailure> {
+        tokio::select! {
+            biased;
+            () = self.cancel.cancelled() => Err(TaskFailure::canceled()),
+            permit = what.acquire() => Ok(permit.expect("never closed")),
+        }
+    }
+
+    /// Creates or resumes the staging folder.
+    async fn begin(&self, layout: Layout, require_checksums: bool) -> Result<Arc<Artifact>, TaskFailure> {
+        let _turn = self.turn(&self.shared.begins).await?;
+        let (store, model, generation) = (self.shared.store.clone(), self.model.clone(), self.generation);
+        let artifact = blocking(move || {
+            let manifest = Manifest::decode(&layout.manifest).map_err(|_| undecodable("manifest"))?;
+            let without = manifest.files.iter().find(|f| require_checksums && matches!(f.checksum, Checksum::Opaque(_)));
+            if let Some(file) = without {
+                return Err(TaskFailure::permanent(
+                    "checksum_required",
+                    format!("'{}' of {model} has no SHA-256 checksum, and the masters run with --require-checksums", file.path),
+                ));
+            }
+            let new = NewArtifact {
+                model,
+                generation,
+                manifest: Arc::new(manifest),
+                block_size: layout.block_size,
+                algorithm: layout.algorithm,
+            };
+            store.begin(new).map_err(|e| store_failure(&e))
+        })
+        .await??;
+        let _ = self.live.artifact.set(artifact.clone());
+        if self.cancel.is_cancelled() {
+            return Err(TaskFailure::canceled());
+        }
+        Ok(artifact)
+    }
+
+    async fn committed_seal(&mut self) -> Result<Seal, TaskFailure> {
+        tokio::select! {
+            biased;
+            () = self.cancel.cancelled() => Err(TaskFailure::canceled()),
+            seal = self.seal.wait_for(Option::is_some) => {
+                // The slot that holds the sender outlives its task.
+                seal.ok().and_then(|s| *s).ok_or_else(TaskFailure::canceled)
+            }
+        }
+    }
+}
+
+async fn publish(artifact: Arc<Artifact>, seal: Seal) -> Result<Result<PathBuf, PublishError>, TaskFailure> {
+    // Not canceled in between: a publish that has begun goes to its end.
+    blocking(move || artifact.publish(&seal)).await
+}
+
+/// Runs what blocks away from the runtime's workers. A panic in it becomes a failure of the task.
+pub(super) async fn blocking<T: Send + 'static>(
+    work: impl FnOnce() -> T + Send + 'static,
+) -> Result<T, TaskFailure> {
+    tokio::task::spawn_blocking(work)
+        .await
+        .map_err(|e| internal(&e.to_string()))
+}
+
+pub(super) fn internal(what: &str) -> TaskFailure {
+    TaskFailure::retryable(
+        "internal_error",
+        format!(
+            "a fault in mooncake_client ended the task ({what}); its log has the details, please report it"
+        ),
+    )
+}
+
+fn undecodable(what: &str) -> TaskFailure {
+    TaskFailure::permanent(
+        "order_unreadable",
+        format!(
+            "this node cannot read the order's {what}: is it an older version than the masters? Upgrade mooncake_client"
+        ),
+    )
+}
+
+/// What a failure of the store means for the task.
+pub fn store_failure(error: &StoreError) -> TaskFailure {
+    TaskFailure {
+        code: error.code().to_owned(),
+        message: error.to_string(),
+        retryable: error.retryable(),
+    }
+}
+
+/// What a failure to publish means for the task.
+pub fn publish_failure(error: &PublishError) -> TaskFailure {
+    match error {
+        PublishError::Store(e) => store_failure(e),
+        PublishError::NotWhole { .. } => TaskFailure::retryable(
+            error.code(),
+            format!(
+                "the copy cannot be published: {error}; what is verified is kept, another attempt fetches the rest"
+            ),
+        ),
+        PublishError::RootMismatch { .. } => TaskFailure::retryable(
+            error.code(),
+            format!("the copy cannot be published: {error}; another attempt fetches what differs"),
+        ),
+    }
+}

@@ -1,0 +1,353 @@
+//! The wiring of one node: store, swarm, executor, session, HTTP; start and stop.
+
+use crate::{
+    config::Settings,
+    executor::{AcquireJob, Boxed, Executor, FetchJob, Reports, Transfer},
+    http::Http,
+    metrics,
+    session::{Facts, Session, SessionConfig, Status},
+    source::{self, AcquireTask, AllowList},
+    store::{Store, StoreConfig},
+    swarm::{BadSource, BadSources, Swarm, SwarmConfig},
+    task::TaskFailure,
+};
+use anyhow::Context;
+use mooncake_proto::{hello::HelloConfig, manifest::Seal, pb::session as pb};
+use std::{
+    net::SocketAddr,
+    sync::{
+        Arc,
+        atomic::{AtomicU64, Ordering},
+    },
+    time::Duration,
+};
+use tokio::{net::TcpListener, sync::watch, task::JoinSet};
+use tokio_util::sync::CancellationToken;
+
+/// What this program calls itself in hellos and registrations.
+pub const SOFTWARE: &str = concat!("mooncake_client ", env!("CARGO_PKG_VERSION"));
+/// How often free space is sampled for heartbeats.
+const SPACE_INTERVAL: Duration = Duration::from_secs(2);
+/// How often expired staging is looked for, at most.
+const EXPIRE_INTERVAL: Duration = Duration::from_secs(600);
+/// For tasks to stop when the process stops: one disk operation each. After it the process goes anyway; what
+/// was journaled is kept.
+const STOP_TIMEOUT: Duration = Duration::from_secs(10);
+
+/// A running node.
+pub struct Node {
+    node_id: String,
+    data_address: SocketAddr,
+    http_address: SocketAddr,
+    store: Store,
+    executor: Executor,
+    session: Option<Session>,
+    http: Http,
+    stop: CancellationToken,
+    /// What must not end by itself.
+    vital: JoinSet<anyhow::Result<()>>,
+}
+
+/// Sources and swarm as the executor sees them.
+struct Mover {
+    swarm: Swarm,
+    allow: AllowList,
+}
+
+impl Transfer for Mover {
+    fn acquire(&self, job: AcquireJob, cancel: CancellationToken) -> Boxed<Result<Seal, TaskFailure>> {
+        let task = AcquireTask {
+            artifact: job.artifact,
+            sources: job.sources,
+            allow: self.allow.clone(),
+            expected_seal: job.expected_seal,
+            counters: job.live.counters.clone(),
+        };
+        Box::pin(source::acquire(task, cancel))
+    }
+
+    fn fetch(&self, job: FetchJob, cancel: CancellationToken) -> Boxed<Result<(), TaskFailure>> {
+        let swarm = self.swarm.clone();
+        let live = job.live.clone();
+        let bad: BadSources = Arc::new(move |b: BadSource| live.bad_source(b.node_id, b.reason));
+        Box::pin(async move {
+            swarm
+                .fetch(
+                    job.artifact,
+                    job.peers,
+                    job.seal,
+                    job.live.counters.clone(),
+                    bad,
+                    cancel,
+                )
+                .await
+        })
+    }
+}
+
+impl Node {
+    /// Starts everything. An error says which flag or folder is at fault.
+    pub async fn start(settings: Settings) -> anyhow::Result<Self> {
+        // Ports first: a second client on the same ports must not touch the folder.
+        let data = bind("--data-address", settings.data_listen).await?;
+        let http_listener = bind("--http-address", settings.http_listen).await?;
+        let (data_address, http_address) = (data.local_addr()?, http_listener.local_addr()?);
+        let advertise = settings
+            .advertise
+            .map_or_else(|| data_address.to_string(), |a| a.0);
+        let node_id = settings.node_id.map_or_else(|| advertise.clone(), |id| id.0);
+
+        let root = settings.root.clone();
+        let store = tokio::task::spawn_blocking(move || Store::open(StoreConfig::new(root)))
+            .await?
+            .with_context(|| format!("cannot use --root {}", settings.root.display()))?;
+        tracing::info!(
+            node = %node_id, store_id = %store.store_id(), root = %store.root().display(),
+            data = %data_address, advertised = %advertise, http = %http_address, "node starts"
+        );
+        if settings.allow.is_empty() {
+            tracing::info!("no --allow-source: this node reads no source, it only receives from other nodes");
+        }
+
+        let hello = Arc::new(HelloConfig {
+            cluster_id: settings.cluster_id,
+            secret: settings.secret,
+            node_id: node_id.clone(),
+            instance_id: store.store_id().to_owned(),
+            software: SOFTWARE.to_owned(),
+            features: 0,
+        });
+        let stop = CancellationToken::new();
+        let mut vital = JoinSet::new();
+
+        let swarm_config = SwarmConfig {
+            max_uploads: settings.max_uploads,
+            rack: settings.labels.get("rack").cloned(),
+            ..SwarmConfig::default()
+        };
+        let swarm = Swarm::new(store.clone(), hello.clone(), swarm_config);
+        let (server, server_stop) = (swarm.clone(), stop.clone());
+        vital.spawn(async move {
+            server.serve(data, server_stop).await;
+            Ok(())
+        });
+
+        let reports = Arc::new(Reports::default());
+        let mover = Arc::new(Mover {
+            swarm: swarm.clone(),
+            allow: settings.allow,
+        });
+        let executor = Executor::new(store.clone(), mover, reports.clone());
+
+        let free_bytes = Arc::new(AtomicU64::new(0));
+        let register = pb::Register {
+            node_id: node_id.clone(),
+            store_id: store.store_id().to_owned(),
+            http_address: reachable(http_address, &advertise),
+            data_address: advertise,
+            transports: vec!["tcp".to_owned()],
+            labels: settings.labels.into_iter().collect(),
+            version: env!("CARGO_PKG_VERSION").to_owned(),
+            ..Default::default()
+        };
+        let session = Session::start(
+            SessionConfig {
+                masters: settings.masters,
+                hello,
+                register,
+                free_bytes: free_bytes.clone(),
+            },
+            Facts {
+                store: store.clone(),
+                reports: reports.clone(),
+            },
+            executor.clone(),
+        )
+        .context("cannot start the session's thread")?;
+
+        let served_bytes = Arc::new(move || swarm.stats().uploaded_bytes.load(Ordering::Relaxed));
+        let metrics = metrics::Sources {
+            store: store.clone(),
+            reports,
+            status: session.status(),
+            served_bytes,
+        };
+        let http = Http::new(node_id.clone(), store.clone(), metrics);
+        let (server, server_stop) = (http.clone(), stop.clone());
+        vital.spawn(async move {
+            server
+                .serve(http_listener, server_stop)
+                .await
+                .context("the HTTP port failed")
+        });
+
+        tokio::spawn(
+            stop.clone()
+                .run_until_cancelled_owned(sample_space(store.clone(), free_bytes)),
+        );
+        tokio::spawn(stop.clone().run_until_cancelled_owned(expire(
+            store.clone(),
+            executor.clone(),
+            settings.staging_expire,
+        )));
+        Ok(Self {
+            node_id,
+            data_address,
+            http_address,
+            store,
+            executor,
+            session: Some(session),
+            http,
+            stop,
+            vital,
+        })
+    }
+
+    /// Its id.
+    pub fn node_id(&self) -> &str {
+        &self.node_id
+    }
+
+    /// Where it listens for peers.
+    pub fn data_address(&self) -> SocketAddr {
+        self.data_address
+    }
+
+    /// Where it serves HTTP.
+    pub fn http_address(&self) -> SocketAddr {
+        self.http_address
+    }
+
+    /// The store.
+    pub fn store(&self) -> &Store {
+        &self.store
+    }
+
+    /// The session's state.
+    pub fn status(&self) -> Option<watch::Receiver<Status>> {
+        self.session.as_ref().map(Session::status)
+    }
+
+    /// Ends when a part that must run has ended by itself, with the reason.
+    pub async fn failed(&mut self) -> anyhow::Error {
+        let session = async {
+            match &mut self.session {
+                Some(session) => session.ended().await,
+                None => std::future::pending().await,
+            }
+        };
+        let part = tokio::select! {
+            () = session => return anyhow::anyhow!("the session's thread ended by itself; the log has the reason"),
+            part = self.vital.join_next() => part,
+        };
+        match part {
+            Some(Ok(Err(e))) => e,
+            Some(Err(e)) => anyhow::anyhow!("a part of the node ended: {e}"),
+            Some(Ok(Ok(()))) | None => anyhow::anyhow!("a part of the node ended by itself"),
+        }
+    }
+
+    /// Not ready, goodbye to the master, tasks stopped, journals flushed, ports closed.
+    pub async fn shutdown(mut self) {
+        tracing::info!(node = %self.node_id, "stopping");
+        self.http.draining.store(true, Ordering::Relaxed);
+        // First: the master gives this node's work to others while the tasks end here.
+        if let Some(session) = self.session.take() {
+            session.stop().await;
+        }
+        self.stop.cancel();
+        if tokio::time::timeout(STOP_TIMEOUT, self.executor.shutdown())
+            .await
+            .is_err()
+        {
+            tracing::warn!(
+                "tasks did not stop within {} s: leaving them",
+                STOP_TIMEOUT.as_secs()
+            );
+        }
+        let store = self.store.clone();
+        let flush = tokio::task::spawn_blocking(move || {
+            for artifact in store.holdings().iter().filter_map(|h| store.find(&h.model)) {
+                if let Err(error) = artifact.flush() {
+                    tracing::warn!(model = %artifact.model(), %error, "not everything verified could be journaled");
+                }
+            }
+        });
+        let _ = tokio::time::timeout(STOP_TIMEOUT, flush).await;
+        while self.vital.join_next().await.is_some() {}
+        tracing::info!(node = %self.node_id, "stopped");
+    }
+}
+
+/// Where others reach a port that listens on every address: at the host of the advertised address.
+fn reachable(listens: SocketAddr, advertise: &str) -> String {
+    match advertise.rsplit_once(':') {
+        Some((host, _)) if listens.ip().is_unspecified() => format!("{host}:{}", listens.port()),
+        _ => listens.to_string(),
+    }
+}
+
+async fn bind(flag: &str, address: SocketAddr) -> anyhow::Result<TcpListener> {
+    TcpListener::bind(address).await.map_err(|e| {
+        let advice = match e.kind() {
+            std::io::ErrorKind::AddrInUse => {
+                "another process listens there; stop it or give another port (0 takes a free one)"
+            }
+            std::io::ErrorKind::AddrNotAvailable => "this machine has no such address",
+            std::io::ErrorKind::PermissionDenied => "ports below 1024 need privileges",
+            _ => "check the address",
+        };
+        anyhow::anyhow!("cannot listen on {address} ({flag}): {e}; {advice}")
+    })
+}
+
+async fn sample_space(store: Store, free_bytes: Arc<AtomicU64>) {
+    loop {
+        let disk = store.clone();
+        if let Ok(Ok(free)) = tokio::task::spawn_blocking(move || disk.free_bytes()).await {
+            free_bytes.store(free, Ordering::Relaxed);
+        }
+        tokio::time::sleep(SPACE_INTERVAL).await;
+    }
+}
+
+async fn expire(store: Store, executor: Executor, max_age: Duration) {
+    let interval = (max_age / 4).clamp(Duration::from_secs(1), EXPIRE_INTERVAL);
+    loop {
+        tokio::time::sleep(interval).await;
+        let (store, executor) = (store.clone(), executor.clone());
+        // It logs what it removes.
+        let _ =
+            tokio::task::spawn_blocking(move || store.expire_staging(max_age, |model| executor.wants(model)))
+                .await;
+    }
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+
+    #[test]
+    fn an_unspecified_address_is_shown_as_the_advertised_host() {
+        for (listens, advertise, want) in [
+            ("0.0.0.0:9300", "n1.example:50052", "n1.example:9300"),
+            ("[::]:9300", "[fd00::1]:50052", "[fd00::1]:9300"),
+            ("127.0.0.1:9300", "n1.example:50052", "127.0.0.1:9300"),
+        ] {
+            assert_eq!(reachable(listens.parse().unwrap(), advertise), want);
+        }
+    }
+
+    #[tokio::test]
+    async fn a_taken_port_is_named_with_its_flag() {
+        let taken = TcpListener::bind("127.0.0.1:0").await.unwrap();
+        let error = bind("--data-address", taken.local_addr().unwrap())
+            .await
+            .unwrap_err()
+            .to_string();
+        assert!(
+            error.contains("--data-address") && error.contains("another process"),
+            "{error}"
+        );
+    }
+}
