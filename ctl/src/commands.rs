@@ -1,0 +1,270 @@
+//! What each command does.
+
+use crate::{
+    api::Api,
+    cli::{Cli, ClusterCommand, Command, DistributeArgs, Format, JobsCommand, ManifestCommand, OutputArgs},
+    error::Failure,
+    manifest, output, watch,
+};
+use mooncake_proto::{
+    api::{
+        ClusterStatus, CreateJobRequest, JobList, JobPolicy, JobSnapshot, JobStatus, ManifestSpec, ModelList,
+        NodeList, NodeStatus, ProblemCode,
+    },
+    ids::{JobId, NodeId},
+};
+use std::path::Path;
+
+/// Most entries asked for in one page.
+const PAGE: u32 = 100;
+
+const JOBS: [&str; 4] = ["api", "v1", "model-distribution", "jobs"];
+
+/// Runs the command line.
+pub async fn run(cli: Cli) -> Result<(), Failure> {
+    let format = |args: &OutputArgs| if cli.json { Format::Json } else { args.output };
+    let api = || Api::new(&cli.endpoints, cli.timeout);
+    match &cli.command {
+        Command::Manifest(ManifestCommand::Create {
+            folder,
+            model,
+            output,
+        }) => {
+            let spec = manifest::create(folder, model)?;
+            let text = serde_json::to_string_pretty(&spec).expect("plain data always encodes") + "\n";
+            match output {
+                None => print!("{text}"),
+                Some(path) => {
+                    output::write_file(path, &text)?;
+                    let files = spec.files.as_ref().map_or(0, Vec::len);
+                    let size = output::bytes(spec.total_size_bytes.unwrap_or_default());
+                    eprintln!("wrote {}: {files} files, {size}", path.display());
+                }
+            }
+            Ok(())
+        }
+        Command::Distribute(args) => distribute(&api()?, args, format(&args.output)).await,
+        Command::Jobs(JobsCommand::List {
+            status,
+            node,
+            model_id,
+            limit,
+            output,
+        }) => {
+            let mut filter = Vec::new();
+            filter.extend(status.map(|s| ("status", output::name(s))));
+            filter.extend(node.as_ref().map(|n| ("node", n.to_string())));
+            filter.extend(model_id.as_ref().map(|m| ("model_id", m.clone())));
+            let list = jobs(&api()?, filter, *limit).await?;
+            output::print(format(output), &list, output::job_list);
+            Ok(())
+        }
+        Command::Jobs(JobsCommand::Get { job_id, output }) => {
+            let job = watch::get(&api()?, job_id).await?;
+            output::print(format(output), &job, output::job);
+            Ok(())
+        }
+        Command::Jobs(JobsCommand::Watch { job_id, output }) => {
+            watch::follow(&api()?, job_id, format(output)).await
+        }
+        Command::Jobs(JobsCommand::Cancel { job_id, output }) => {
+            let job = cancel(&api()?, job_id).await?;
+            output::print(format(output), &job, output::job);
+            Ok(())
+        }
+        Command::Nodes(output) => {
+            let list: NodeList = api()?.get(&["api", "v1", "nodes"], &[]).await?;
+            output::print(format(output), &list, output::node_list);
+            Ok(())
+        }
+        Command::Models(output) => {
+            let list = models(&api()?).await?;
+            output::print(format(output), &list, output::model_list);
+            Ok(())
+        }
+        Command::Cluster(ClusterCommand::Status(output)) => {
+            let status: ClusterStatus = api()?.get(&["api", "v1", "cluster"], &[]).await?;
+            output::print(format(output), &status, output::cluster);
+            Ok(())
+        }
+    }
+}
+
+async fn distribute(api: &Api, args: &DistributeArgs, format: Format) -> Result<(), Failure> {
+    // Before hours of hashing: is anybody there, and who?
+    let targets = if args.all {
+        nodes_up(api).await?
+    } else {
+        args.to.clone()
+    };
+    let seed = args.seed.clone().or_else(|| targets.first().cloned());
+    let mut request = if args.what.is_dir() {
+        CreateJobRequest {
+            manifest: Some(manifest::create(&args.what, &args.model)?),
+            ..CreateJobRequest::default()
+        }
+    } else {
+        let mut request = read_request(&args.what)?;
+        rename(&mut request, args)?;
+        request
+    };
+    let job_id = args
+        .job_id
+        .clone()
+        .or_else(|| request.job_id.take().map(JobId))
+        .unwrap_or_else(JobId::generate);
+    request.job_id = Some(job_id.to_string());
+    request.model = request.manifest.as_ref().map(manifest::model_of);
+    request.seed_node_id = seed.map(|n| n.to_string());
+    request.target_nodes = Some(targets.iter().map(NodeId::to_string).collect());
+    // It counted the targets of another request.
+    request.replica_policy = None;
+    if args.max_attempts.is_some() || args.deadline.is_some() {
+        let policy = request.policy.get_or_insert_with(JobPolicy::default);
+        policy.max_attempts = args.max_attempts.or(policy.max_attempts);
+        policy.deadline_s = args.deadline.map(|d| d.as_secs().max(1)).or(policy.deadline_s);
+    }
+    let created: Result<JobSnapshot, Failure> = api.post(&JOBS, Some(&request)).await;
+    let job = created.map_err(|failure| match failure {
+        Failure::Unreachable(why) => Failure::Unreachable(format!(
+            "{why}\nThe job may have been created all the same: look with `mooncakectl jobs get {job_id}`, or repeat \
+             the command with --job-id {job_id}"
+        )),
+        other => other,
+    })?;
+    if !args.watch {
+        output::print(format, &job, output::job);
+        return if job.status == JobStatus::Failed {
+            watch::outcome(&job)
+        } else {
+            Ok(())
+        };
+    }
+    eprintln!(
+        "job {} puts {} onto {} nodes",
+        job.job_id,
+        job.model_ref,
+        job.target_nodes.len()
+    );
+    watch::follow(api, &job.job_id, format).await
+}
+
+/// A manifest, or a whole create request.
+fn read_request(path: &Path) -> Result<CreateJobRequest, Failure> {
+    let wrong = |why: &dyn std::fmt::Display| {
+        let hint = "name a folder, or a file made by `mooncakectl manifest create`";
+        Failure::Usage(format!("cannot use {}: {why}; {hint}", path.display()))
+    };
+    let bytes = std::fs::read(path).map_err(|e| wrong(&e))?;
+    let value: serde_json::Value = serde_json::from_slice(&bytes).map_err(|e| wrong(&e))?;
+    if value.get("manifest").is_some() {
+        return serde_json::from_value(value).map_err(|e| wrong(&e));
+    }
+    if value.get("files").is_none() {
+        return Err(wrong(&"it holds neither `files` nor `manifest`"));
+    }
+    let manifest: ManifestSpec = serde_json::from_value(value).map_err(|e| wrong(&e))?;
+    Ok(CreateJobRequest {
+        manifest: Some(manifest),
+        ..CreateJobRequest::default()
+    })
+}
+
+/// The options that name the model hold for a manifest too; those about its files do not.
+fn rename(request: &mut CreateJobRequest, args: &DistributeArgs) -> Result<(), Failure> {
+    if args.model.url_prefix.is_some() || args.model.chunk_size.is_some() {
+        let message =
+            "--url-prefix and --chunk-size are for folders: a manifest has its URLs and chunks already";
+        return Err(Failure::Usage(message.into()));
+    }
+    if let Some(manifest) = &mut request.manifest {
+        let model = &args.model;
+        for (given, member) in [
+            (&model.model_id, &mut manifest.model_id),
+            (&model.revision, &mut manifest.revision),
+            (&model.format, &mut manifest.format),
+            (&model.provider, &mut manifest.provider),
+        ] {
+            if given.is_some() {
+                member.clone_from(given);
+            }
+        }
+    }
+    Ok(())
+}
+
+async fn nodes_up(api: &Api) -> Result<Vec<NodeId>, Failure> {
+    let list: NodeList = api.get(&["api", "v1", "nodes"], &[]).await?;
+    let total = list.nodes.len();
+    let up: Vec<NodeId> = list
+        .nodes
+        .into_iter()
+        .filter(|n| n.status == NodeStatus::Up)
+        .map(|n| n.node_id)
+        .collect();
+    if up.is_empty() {
+        return Err(Failure::Usage(format!(
+            "none of the cluster's {total} nodes is up: see `mooncakectl nodes`"
+        )));
+    }
+    if up.len() < total {
+        eprintln!(
+            "mooncakectl: {} of {total} nodes are not up and are left out",
+            total - up.len()
+        );
+    }
+    Ok(up)
+}
+
+async fn jobs(api: &Api, filter: Vec<(&str, String)>, limit: u32) -> Result<JobList, Failure> {
+    let mut all = JobList {
+        jobs: Vec::new(),
+        next_page_token: None,
+    };
+    loop {
+        let left = limit - all.jobs.len() as u32;
+        let mut query = filter.clone();
+        query.push(("limit", left.min(PAGE).to_string()));
+        query.extend(all.next_page_token.take().map(|t| ("page_token", t)));
+        let page: JobList = api.get(&JOBS, &query).await?;
+        all.jobs.extend(page.jobs);
+        all.jobs.truncate(limit as usize);
+        all.next_page_token = page.next_page_token;
+        if all.next_page_token.is_none() || all.jobs.len() as u32 >= limit {
+            return Ok(all);
+        }
+    }
+}
+
+async fn models(api: &Api) -> Result<ModelList, Failure> {
+    let mut all = ModelList {
+        models: Vec::new(),
+        next_page_token: None,
+    };
+    loop {
+        let mut query = vec![("limit", PAGE.to_string())];
+        query.extend(all.next_page_token.take().map(|t| ("page_token", t)));
+        let page: ModelList = api.get(&["api", "v1", "models"], &query).await?;
+        all.models.extend(page.models);
+        all.next_page_token = page.next_page_token;
+        if all.next_page_token.is_none() {
+            return Ok(all);
+        }
+    }
+}
+
+async fn cancel(api: &Api, id: &JobId) -> Result<JobSnapshot, Failure> {
+    let path = [&JOBS[..], &[id.as_str(), "cancel"]].concat();
+    match api.post(&path, None::<&()>).await {
+        // Canceled before, perhaps by a try of this very command whose answer was lost.
+        Err(Failure::Refused(problem)) if problem.code == ProblemCode::JobTerminal => {
+            let job = watch::get(api, id).await?;
+            if job.status == JobStatus::Canceled {
+                Ok(job)
+            } else {
+                Err(Failure::Refused(problem))
+            }
+        }
+        other => other,
+    }
+}
