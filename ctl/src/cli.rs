@@ -40,11 +40,11 @@ pub struct Cli {
         env = "MOONCAKE_ENDPOINTS",
         value_name = "URL",
         value_delimiter = ',',
-        default_value = "http://127.0.0.1:9003",
+        default_value = DEFAULT_ENDPOINT,
         value_parser = parse_endpoint,
         global = true
     )]
-    pub endpoints: Vec<Url>,
+    endpoints: Vec<Option<Url>>,
     /// How long one request may take before the next endpoint is tried
     #[arg(long, value_name = "DURATION", default_value = "30s", value_parser = parse_duration, global = true)]
     pub timeout: Duration,
@@ -54,6 +54,25 @@ pub struct Cli {
     /// What to do
     #[command(subcommand)]
     pub command: Command,
+}
+
+/// Where a master on this machine listens unless told otherwise.
+const DEFAULT_ENDPOINT: &str = "http://127.0.0.1:9003";
+
+impl Cli {
+    /// The endpoints in order; an empty variable or list is as good as none.
+    pub fn endpoints(&self) -> Vec<Url> {
+        let given: Vec<Url> = self.endpoints.iter().flatten().cloned().collect();
+        if given.is_empty() {
+            parse_endpoint(DEFAULT_ENDPOINT)
+                .ok()
+                .flatten()
+                .into_iter()
+                .collect()
+        } else {
+            given
+        }
+    }
 }
 
 /// Every command.
@@ -239,8 +258,11 @@ pub enum ClusterCommand {
     Status(OutputArgs),
 }
 
-fn parse_endpoint(text: &str) -> Result<Url, String> {
+fn parse_endpoint(text: &str) -> Result<Option<Url>, String> {
     let text = text.trim();
+    if text.is_empty() {
+        return Ok(None);
+    }
     let full = if text.contains("://") {
         text.to_owned()
     } else {
@@ -253,7 +275,7 @@ fn parse_endpoint(text: &str) -> Result<Url, String> {
     if url.query().is_some() || url.fragment().is_some() {
         return Err("an endpoint has no query and no fragment".into());
     }
-    Ok(url)
+    Ok(Some(url))
 }
 
 fn parse_prefix(text: &str) -> Result<Url, String> {
@@ -332,12 +354,14 @@ mod tests {
 
     #[test]
     fn values() {
-        assert_eq!(parse_endpoint("host:9003").unwrap().as_str(), "http://host:9003/");
+        let endpoint = |t: &str| parse_endpoint(t).map(|u| u.map(String::from));
+        assert_eq!(endpoint("host:9003"), Ok(Some("http://host:9003/".into())));
+        assert_eq!(endpoint(" "), Ok(None));
         assert_eq!(
-            parse_endpoint("https://lb/mooncake").unwrap().as_str(),
-            "https://lb/mooncake"
+            endpoint("https://lb/mooncake"),
+            Ok(Some("https://lb/mooncake".into()))
         );
-        for bad in ["", "ftp://h", "http://", "http://h?x=1"] {
+        for bad in ["ftp://h", "http://", "http://h?x=1"] {
             assert!(parse_endpoint(bad).is_err(), "{bad}");
         }
         assert_eq!(parse_duration("1500ms"), Ok(Duration::from_millis(1500)));
@@ -356,13 +380,15 @@ mod tests {
 
     #[test]
     fn endpoints_are_given_by_repetition_or_commas() {
-        let parse =
-            |args: &[&str]| Cli::try_parse_from([&["mooncakectl"], args].concat()).map(|c| c.endpoints.len());
+        let parse = |args: &[&str]| {
+            Cli::try_parse_from([&["mooncakectl"], args].concat()).map(|c| c.endpoints().len())
+        };
         assert_eq!(
             parse(&["--endpoint", "a:1", "--endpoint", "b:2", "nodes"]).unwrap(),
             2
         );
         assert_eq!(parse(&["nodes", "--endpoint", "a:1,b:2,c:3"]).unwrap(), 3);
+        assert_eq!(parse(&["nodes", "--endpoint", ""]).unwrap(), 1, "the default");
         assert!(parse(&["distribute", "x"]).is_err(), "who shall have it?");
         assert!(parse(&["distribute", "x", "--to", "a:1", "--all"]).is_err());
         assert!(

@@ -23,7 +23,7 @@ const JOBS: [&str; 4] = ["api", "v1", "model-distribution", "jobs"];
 /// Runs the command line.
 pub async fn run(cli: Cli) -> Result<(), Failure> {
     let format = |args: &OutputArgs| if cli.json { Format::Json } else { args.output };
-    let api = || Api::new(&cli.endpoints, cli.timeout);
+    let api = || Api::new(&cli.endpoints(), cli.timeout);
     match &cli.command {
         Command::Manifest(ManifestCommand::Create {
             folder,
