@@ -10,24 +10,13 @@ use std::sync::Arc;
 
 use mooncake_proto::hello::{Secret, check_listen};
 use tokio::signal::unix::{Signal, SignalKind, signal};
-use tokio::sync::watch;
 
 use crate::config::{Config, Listen, MemberAddress};
 use crate::consensus::{BootstrapError, Consensus, Handle, Options, StartError, TransferError};
+use crate::context::{self, MasterContext, Serving};
 
 /// Attempts to hand leadership over at a stop; after that the others elect by themselves.
 const TRANSFER_ATTEMPTS: u32 = 3;
-
-/// What the parts of a master share.
-#[derive(Clone, Debug)]
-pub struct Master {
-    /// Consensus.
-    pub consensus: Handle,
-    /// The configuration.
-    pub config: Arc<Config>,
-    /// True from the stop signal on: not ready, though everything is still answered.
-    pub draining: watch::Receiver<bool>,
-}
 
 /// Why the process ends with an error.
 #[derive(Debug, thiserror::Error)]
@@ -62,9 +51,9 @@ pub async fn run(config: Config) -> Result<(), RunError> {
 }
 
 struct Running {
-    config: Arc<Config>,
+    config: Config,
     consensus: Consensus,
-    draining: watch::Sender<bool>,
+    serving: Serving,
 }
 
 async fn start(config: Config) -> Result<Running, RunError> {
@@ -103,14 +92,22 @@ async fn start(config: Config) -> Result<Running, RunError> {
         bootstrap: config.bootstrap,
     };
     let (consensus, sessions) = Consensus::start(options, rpc_listener).await?;
-    let draining = watch::Sender::new(false);
-    let config = Arc::new(config);
-    // The API's part: `http_listener` and `sessions` are its ports.
-    drop((http_listener, sessions));
+    let options = context::Options {
+        cluster_id: config.cluster_id.clone(),
+        require_checksums: config.require_checksums,
+        algorithm: config.digest_algorithm,
+        limits: config.limits,
+        node_grace: config.node_grace,
+        reconnect_window: config.reconnect_window,
+        ..context::Options::default()
+    };
+    let context = MasterContext::new(consensus.handle(), options);
+    let serving = Serving::start(context, http_listener, sessions)
+        .map_err(|error| RunError::Setup(format!("serving the HTTP port: {error}")))?;
     Ok(Running {
         config,
         consensus,
-        draining,
+        serving,
     })
 }
 
@@ -131,12 +128,13 @@ impl Running {
     }
 
     async fn stop(self, handle: &Handle) -> Result<(), RunError> {
-        self.draining.send_replace(true);
+        self.serving.context().drain();
         if handle.cluster().members.len() > 1 {
             // Load balancers notice that this master is not ready before anything changes.
             tokio::time::sleep(self.config.drain).await;
             hand_over(handle).await;
         }
+        self.serving.stop().await;
         self.consensus
             .shutdown()
             .await

@@ -39,6 +39,8 @@ pub enum ProblemCode {
     Overloaded,
     /// No leader yet: nothing was done; try again after `Retry-After`.
     NoLeader,
+    /// This master is behind: nothing was done; another one answers, or this one later.
+    NotCaughtUp,
     /// The master is stopping: nothing was done; another one answers.
     Draining,
     /// The write may or may not have happened: ask for the job by its id, or repeat the request.
@@ -63,7 +65,7 @@ impl ProblemCode {
             Self::UnsupportedMediaType => 415,
             Self::Overloaded => 429,
             Self::Internal => 500,
-            Self::NoLeader | Self::Draining => 503,
+            Self::NoLeader | Self::NotCaughtUp | Self::Draining => 503,
             Self::OutcomeUnknown => 504,
         }
     }
@@ -87,6 +89,7 @@ impl ProblemCode {
             Self::JobTerminal => "The job has already ended",
             Self::Overloaded => "The cluster is overloaded",
             Self::NoLeader => "The cluster has no leader at the moment",
+            Self::NotCaughtUp => "This master has not caught up",
             Self::Draining => "This master is stopping",
             Self::OutcomeUnknown => "It is not known whether the write happened",
             Self::Internal => "Internal error",

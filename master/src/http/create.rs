@@ -1,0 +1,531 @@
+//! `POST /api/v1/model-distribution/jobs`.
+//!
+//! Order of checks: JSON → everything that depends on the request alone → the job id → the nodes → the log. So
+//! a repeat of an accepted request is answered from the job, whatever has become of the cluster since.
+
+use super::{
+    error::ApiError,
+    forward::Prepared,
+    jobs::{propose_error, snapshot_of},
+};
+use crate::{consensus::ProposeError, context::MasterContext};
+use axum::{
+    Extension,
+    extract::State,
+    http::{HeaderValue, StatusCode, header},
+    response::Response,
+};
+use bytes::Bytes;
+use futures_util::{StreamExt, TryStreamExt, stream};
+use mooncake_proto::{
+    api::{CreateJobRequest, ProblemCode, Warning},
+    digest::Digest,
+    ids::{JobId, ModelRef, NodeId},
+    manifest::{Fault, ValidJob, ValidateOptions, block_size_for, validate},
+};
+use mooncake_state::{BlobRef, Command, CreateJob, Reply, State as Replicated, blob_parts};
+use std::{fmt::Write, sync::Arc};
+use tokio::sync::Semaphore;
+
+/// Bodies up to this size are parsed where they are: a hop to another thread costs more than they do.
+const PARSE_INLINE_BYTES: usize = 32 << 10;
+/// Bodies over this size are parsed one at a time: each takes a few times its size while it lasts.
+const PARSE_ALONE_BYTES: usize = 1 << 20;
+/// Of the others, this many at once.
+const PARSE_AT_ONCE: usize = 4;
+/// Blobs up to this size travel inside the create command; with both of them and every target there is room.
+const INLINE_BLOB_BYTES: usize = 64 << 10;
+/// Parts of a blob proposed at once: keeps the log's pipeline busy without filling it.
+const PARTS_AT_ONCE: usize = 4;
+/// Unknown members named in warnings; the rest is counted.
+const MAX_UNKNOWN_MEMBERS: usize = 20;
+/// Faults named in one answer; the rest is counted.
+const MAX_FAULTS: usize = 100;
+
+static PARSE_LARGE: Semaphore = Semaphore::const_new(1);
+static PARSE_SMALL: Semaphore = Semaphore::const_new(PARSE_AT_ONCE);
+
+/// A body that was parsed and validated, ready for the log.
+struct Parsed {
+    valid: ValidJob,
+    request_digest: Digest,
+    manifest: Blob,
+    sources: Blob,
+}
+
+struct Blob {
+    digest: Digest,
+    bytes: Vec<u8>,
+}
+
+impl Blob {
+    fn new(bytes: Vec<u8>) -> Self {
+        Self {
+            digest: Digest::sha256(&bytes),
+            bytes,
+        }
+    }
+
+    fn is_inline(&self) -> bool {
+        self.bytes.len() <= INLINE_BLOB_BYTES
+    }
+}
+
+/// What is wrong with the request itself, and the nodes it names, so that the answer can name those that are
+/// not known too.
+struct Refused {
+    faults: Vec<Fault>,
+    seed: Option<String>,
+    targets: Vec<String>,
+}
+
+enum ParseError {
+    Json(ApiError),
+    Refused(Refused),
+}
+
+/// The handler. The leader runs it, after it confirmed its leadership.
+pub(super) async fn create(
+    State(ctx): State<Arc<MasterContext>>,
+    Extension(prepared): Extension<Prepared>,
+) -> Result<Response, ApiError> {
+    let Prepared {
+        body,
+        generated_job_id,
+    } = prepared;
+    let options = ValidateOptions {
+        require_checksums: ctx.options.require_checksums,
+    };
+    let parsed = parse_somewhere(body.bytes.clone(), options).await?;
+    drop(body);
+    let parsed = match parsed {
+        Ok(parsed) => parsed,
+        Err(ParseError::Json(error)) => return Err(error),
+        Err(ParseError::Refused(refused)) => {
+            let state = ctx.consensus.state();
+            let Refused {
+                mut faults,
+                seed,
+                targets,
+            } = refused;
+            let seed = seed.as_deref().and_then(|s| NodeId::parse(s).ok());
+            let targets = targets.iter().map(|t| NodeId::parse(t).ok());
+            unknown_nodes(&state, seed.as_ref(), targets, &mut faults);
+            return Err(ApiError::faults(faults));
+        }
+    };
+    let job = parsed.valid.job_id.clone().unwrap_or(generated_job_id);
+    submit(&ctx, job, parsed).await
+}
+
+async fn parse_somewhere(
+    bytes: Bytes,
+    options: ValidateOptions,
+) -> Result<Result<Parsed, ParseError>, ApiError> {
+    if bytes.len() <= PARSE_INLINE_BYTES {
+        return Ok(parse(&bytes, options));
+    }
+    let room = if bytes.len() > PARSE_ALONE_BYTES {
+        &PARSE_LARGE
+    } else {
+        &PARSE_SMALL
+    };
+    let _room = room.acquire().await.expect("never closed");
+    tokio::task::spawn_blocking(move || parse(&bytes, options))
+        .await
+        .map_err(|e| {
+            ApiError::new(
+                ProblemCode::Internal,
+                format!("the parser of the request failed: {e}"),
+            )
+        })
+}
+
+fn parse(bytes: &[u8], options: ValidateOptions) -> Result<Parsed, ParseError> {
+    let (request, unknown) = parse_json(bytes).map_err(ParseError::Json)?;
+    let seed = request.seed_node_id.clone();
+    let targets = request.target_nodes.clone().unwrap_or_default();
+    let mut valid = validate(request, options).map_err(|faults| {
+        ParseError::Refused(Refused {
+            faults,
+            seed,
+            targets,
+        })
+    })?;
+    valid.warnings.extend(unknown);
+    let request_digest = valid.request_digest();
+    let manifest = Blob::new(valid.manifest.encode());
+    let sources = Blob::new(valid.sources.encode());
+    Ok(Parsed {
+        valid,
+        request_digest,
+        manifest,
+        sources,
+    })
+}
+
+/// Reads JSON; members that nobody knows become warnings.
+fn parse_json(bytes: &[u8]) -> Result<(CreateJobRequest, Vec<Warning>), ApiError> {
+    let mut json = serde_json::Deserializer::from_slice(bytes);
+    let mut track = serde_path_to_error::Track::new();
+    let mut unknown = Vec::new();
+    let mut more = 0u64;
+    let parsed = serde_ignored::deserialize(
+        serde_path_to_error::Deserializer::new(&mut json, &mut track),
+        |path| {
+            if unknown.len() < MAX_UNKNOWN_MEMBERS {
+                let mut pointer = String::new();
+                ignored_pointer(&path, &mut pointer);
+                unknown.push(Warning {
+                    code: "unknown_member".into(),
+                    pointer: Some(pointer),
+                    detail: "this member is not known and was ignored".into(),
+                });
+            } else {
+                more += 1;
+            }
+        },
+    );
+    let parsed = parsed.and_then(|request: CreateJobRequest| json.end().map(|()| request));
+    let request = parsed.map_err(|error| invalid_json(&error, &error_pointer(&track.path())))?;
+    if more > 0 {
+        let detail = format!("{more} more members are not known and were ignored");
+        unknown.push(Warning {
+            code: "unknown_member".into(),
+            pointer: None,
+            detail,
+        });
+    }
+    Ok((request, unknown))
+}
+
+fn invalid_json(error: &serde_json::Error, pointer: &str) -> ApiError {
+    let place = if pointer.is_empty() {
+        String::new()
+    } else {
+        format!(" at {pointer}")
+    };
+    // serde_json's words end with the line and the column.
+    ApiError::new(
+        ProblemCode::InvalidJson,
+        format!("the body cannot be read{place}: {error}"),
+    )
+}
+
+fn push_token(pointer: &mut String, token: &str) {
+    let _ = write!(pointer, "/{}", token.replace('~', "~0").replace('/', "~1"));
+}
+
+fn ignored_pointer(path: &serde_ignored::Path<'_>, out: &mut String) {
+    use serde_ignored::Path as P;
+    match path {
+        P::Root => {}
+        P::Seq { parent, index } => {
+            ignored_pointer(parent, out);
+            push_token(out, &index.to_string());
+        }
+        P::Map { parent, key } => {
+            ignored_pointer(parent, out);
+            push_token(out, key);
+        }
+        P::Some { parent } | P::NewtypeStruct { parent } | P::NewtypeVariant { parent } => {
+            ignored_pointer(parent, out)
+        }
+    }
+}
+
+fn error_pointer(path: &serde_path_to_error::Path) -> String {
+    use serde_path_to_error::Segment;
+    let mut out = String::new();
+    for segment in path {
+        match segment {
+            Segment::Seq { index } => push_token(&mut out, &index.to_string()),
+            Segment::Map { key } => push_token(&mut out, key),
+            Segment::Enum { .. } | Segment::Unknown => {}
+        }
+    }
+    out
+}
+
+/// The body's own job id, read without the rest of it.
+pub(super) fn peek_job_id(bytes: &[u8]) -> Option<String> {
+    #[derive(serde::Deserialize)]
+    struct Peek {
+        job_id: Option<String>,
+    }
+    let peek: Peek = serde_json::from_slice(bytes).ok()?;
+    peek.job_id.filter(|id| JobId::parse(id).is_ok())
+}
+
+/// Adds a fault for each node that is not registered.
+fn unknown_nodes(
+    state: &Replicated,
+    seed: Option<&NodeId>,
+    targets: impl Iterator<Item = Option<NodeId>>,
+    faults: &mut Vec<Fault>,
+) {
+    let mut more = 0;
+    let mut check = |pointer: String, node: &NodeId| {
+        if state.node(node).is_some() {
+            return;
+        }
+        if faults.len() >= MAX_FAULTS {
+            more += 1;
+            return;
+        }
+        let detail = format!("no node '{node}' has ever registered; GET /api/v1/nodes lists those that have");
+        faults.push(Fault {
+            pointer,
+            code: "unknown_node".into(),
+            detail,
+        });
+    };
+    if let Some(seed) = seed {
+        check("/seed_node_id".into(), seed);
+    }
+    for (i, node) in targets.enumerate() {
+        if let Some(node) = node {
+            check(format!("/target_nodes/{i}"), &node);
+        }
+    }
+    if more > 0 {
+        let detail = format!("{more} more unknown nodes are not listed");
+        faults.push(Fault {
+            pointer: String::new(),
+            code: "too_many_faults".into(),
+            detail,
+        });
+    }
+}
+
+async fn submit(ctx: &MasterContext, job: JobId, parsed: Parsed) -> Result<Response, ApiError> {
+    {
+        let state = ctx.consensus.state();
+        let known = state.job(&job).map(|j| j.request_digest);
+        match known.or_else(|| state.past_job(&job).map(|p| p.request_digest)) {
+            Some(digest) if digest != parsed.request_digest => return Err(conflict(&job)),
+            Some(_) if known.is_none() => return Err(forgotten(&job)),
+            Some(_) => {
+                drop(state);
+                return answer(ctx, &job, false);
+            }
+            None => {}
+        }
+        let mut faults = Vec::new();
+        unknown_nodes(
+            &state,
+            Some(&parsed.valid.seed),
+            parsed.valid.targets.iter().cloned().map(Some),
+            &mut faults,
+        );
+        if !faults.is_empty() {
+            return Err(ApiError::faults(faults));
+        }
+    }
+    put_blobs(ctx, &parsed, false)
+        .await
+        .map_err(|e| e.with_job(job.as_str()))?;
+    let mut put_again = false;
+    loop {
+        let reply = match ctx.consensus.propose(&command(ctx, &job, &parsed)).await {
+            Ok(committed) => committed.reply,
+            // A create fits unless it names thousands of nodes with very long names.
+            Err(error @ ProposeError::TooLarge { .. }) => {
+                let detail = format!("{error}: name fewer targets, or shorter names");
+                let fault = Fault {
+                    pointer: "/target_nodes".into(),
+                    code: "limit_exceeded".into(),
+                    detail,
+                };
+                return Err(ApiError::faults(vec![fault]));
+            }
+            Err(error) => return Err(propose_error(error).with_job(job.as_str())),
+        };
+        return match reply {
+            Reply::Job { created } => {
+                if created {
+                    tracing::info!(job = %job, model = %parsed.valid.manifest.model, seed = %parsed.valid.seed,
+                        targets = parsed.valid.targets.len(), "job created");
+                    ctx.metrics.jobs_created.inc();
+                }
+                answer(ctx, &job, created)
+            }
+            Reply::JobConflict => Err(conflict(&job)),
+            Reply::JobForgotten => Err(forgotten(&job)),
+            Reply::ArtifactConflict { detail } => {
+                Err(ApiError::new(ProblemCode::ArtifactConflict, detail).with_job(job.as_str()))
+            }
+            Reply::UnknownNodes(nodes) => {
+                let state = Replicated::new();
+                let named = |node: &NodeId| nodes.contains(node).then(|| node.clone());
+                let seed = named(&parsed.valid.seed);
+                let mut faults = Vec::new();
+                unknown_nodes(
+                    &state,
+                    seed.as_ref(),
+                    parsed.valid.targets.iter().map(named),
+                    &mut faults,
+                );
+                Err(ApiError::faults(faults))
+            }
+            // Put long ago, and pruned between the look and the command.
+            Reply::BlobMissing { .. } if !put_again => {
+                put_again = true;
+                put_blobs(ctx, &parsed, true)
+                    .await
+                    .map_err(|e| e.with_job(job.as_str()))?;
+                continue;
+            }
+            Reply::Overloaded { detail } => Err(ApiError::new(ProblemCode::Overloaded, detail)),
+            other => Err(ApiError::new(
+                ProblemCode::Internal,
+                format!("the state machine answered {other:?} to a create"),
+            )
+            .with_job(job.as_str())),
+        };
+    }
+}
+
+fn command(ctx: &MasterContext, job: &JobId, parsed: &Parsed) -> Command {
+    let valid = &parsed.valid;
+    let blob = |blob: &Blob| match blob.is_inline() {
+        true => BlobRef::Inline(blob.bytes.clone().into()),
+        false => BlobRef::Stored(blob.digest),
+    };
+    let now_ms = ctx.now_ms();
+    Command::CreateJob(Box::new(CreateJob {
+        job: job.clone(),
+        request_digest: parsed.request_digest,
+        model: ModelRef::clone(&valid.manifest.model),
+        manifest: blob(&parsed.manifest),
+        sources: blob(&parsed.sources),
+        block_size_bytes: block_size_for(valid.manifest.total_size_bytes),
+        algorithm: ctx.options.algorithm,
+        seed: valid.seed.clone(),
+        targets: valid.targets.clone(),
+        target_replica_count: valid.target_replica_count,
+        max_attempts: valid.max_attempts,
+        deadline_ms: valid
+            .deadline_s
+            .map(|s| now_ms.saturating_add(s.saturating_mul(1000))),
+        warnings: valid.warnings.clone(),
+        now_ms,
+    }))
+}
+
+/// Puts what does not fit into the command; what the state has already is put only if `again`.
+async fn put_blobs(ctx: &MasterContext, parsed: &Parsed, again: bool) -> Result<(), ApiError> {
+    for blob in [&parsed.manifest, &parsed.sources] {
+        if blob.is_inline() || (!again && ctx.consensus.state().blob(&blob.digest).is_some()) {
+            continue;
+        }
+        let parts = stream::iter(blob_parts(&blob.bytes, ctx.now_ms()));
+        parts
+            .map(|part| async move {
+                match ctx.consensus.propose(&part).await.map_err(propose_error)?.reply {
+                    Reply::Done => Ok(()),
+                    Reply::Overloaded { detail } => Err(ApiError::new(ProblemCode::Overloaded, detail)),
+                    other => {
+                        let detail =
+                            format!("the state machine answered {other:?} to a part of the manifest");
+                        Err(ApiError::new(ProblemCode::Internal, detail))
+                    }
+                }
+            })
+            .buffer_unordered(PARTS_AT_ONCE)
+            .try_collect::<()>()
+            .await?;
+    }
+    Ok(())
+}
+
+fn answer(ctx: &MasterContext, job: &JobId, created: bool) -> Result<Response, ApiError> {
+    let mut response = snapshot_of(ctx, job, true)?;
+    if created {
+        *response.status_mut() = StatusCode::CREATED;
+    }
+    if let Ok(location) = HeaderValue::from_str(&format!("/api/v1/model-distribution/jobs/{job}")) {
+        response.headers_mut().insert(header::LOCATION, location);
+    }
+    Ok(response)
+}
+
+fn conflict(job: &JobId) -> ApiError {
+    let detail =
+        format!("job '{job}' exists with another body; use another job_id, or send the first body again");
+    ApiError::new(ProblemCode::JobConflict, detail).with_job(job.as_str())
+}
+
+fn forgotten(job: &JobId) -> ApiError {
+    let detail = format!(
+        "job '{job}' had this body, ended, and is past its retention; use another job_id to run it again"
+    );
+    ApiError::new(ProblemCode::JobConflict, detail).with_job(job.as_str())
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+
+    fn json_error(body: &[u8]) -> String {
+        let error = parse_json(body).unwrap_err();
+        assert_eq!(error.problem().code, ProblemCode::InvalidJson);
+        error.problem().detail.clone()
+    }
+
+    #[test]
+    fn errors_name_place_and_position() {
+        let detail = json_error(br#"{"manifest": {"files": [{"path": 7}]}}"#);
+        assert!(
+            detail.contains("/manifest/files/0/path") && detail.contains("line 1 column"),
+            "{detail}"
+        );
+        for (body, words) in [
+            (&b""[..], "EOF"),
+            (b"{\"job_id\": ", "EOF"),
+            (b"[]", "line 1"),
+            (b"{} x", "trailing"),
+            (b"{\"job_id\": \"a\", \"job_id\": \"b\"}", "duplicate"),
+            (b"{\"job_id\": \"\xff\"}", "unicode"),
+        ] {
+            let detail = json_error(body);
+            assert!(detail.contains(words), "{detail}");
+        }
+        let deep = [b"{\"x\":".as_slice(), &b"[".repeat(100_000)].concat();
+        assert!(json_error(&deep).contains("recursion limit"));
+    }
+
+    #[test]
+    fn unknown_members_are_warnings_with_pointers() {
+        let (_, warnings) = parse_json(
+            br#"{"extra/a": 1, "manifest": {"files": [{"x~y": null}]}, "policy": {"retries": 2}}"#,
+        )
+        .unwrap();
+        let pointers: Vec<_> = warnings.iter().map(|w| w.pointer.as_deref().unwrap()).collect();
+        assert_eq!(
+            pointers,
+            ["/extra~1a", "/manifest/files/0/x~0y", "/policy/retries"]
+        );
+        let many = format!(
+            "{{{}}}",
+            (0..50)
+                .map(|i| format!("\"m{i}\":0"))
+                .collect::<Vec<_>>()
+                .join(",")
+        );
+        let (_, warnings) = parse_json(many.as_bytes()).unwrap();
+        assert_eq!(warnings.len(), MAX_UNKNOWN_MEMBERS + 1);
+        assert!(warnings.last().unwrap().detail.starts_with("30 more"));
+    }
+
+    #[test]
+    fn peeking_finds_only_the_outer_id() {
+        assert_eq!(
+            peek_job_id(br#"{"manifest":{"job_id":"inner"},"job_id":"outer"}"#).as_deref(),
+            Some("outer")
+        );
+        assert_eq!(peek_job_id(br#"{"manifest":{"job_id":"inner"}}"#), None);
+        assert_eq!(peek_job_id(br#"{"job_id":"not/valid"}"#), None);
+        assert_eq!(peek_job_id(b"nonsense"), None);
+    }
+}

@@ -1,0 +1,522 @@
+//! Every master answers everything: what needs the leader is served here by the leader and passed on by the
+//! others.
+//!
+//! Guaranteed:
+//! - One hop: a request that was passed on is never passed on again.
+//! - A request is repeated only if nothing was done, or if repeating it is harmless. Reads are; so are all
+//!   writes of this API, because a create always has its job id (made here, if the caller gave none, before
+//!   the request leaves) and a second cancel is the first one's answer.
+//! - While there is no leader a request is held for at most one election ([`crate::context::Options::hold`]).
+//!   Then: 503 `no_leader` if nothing can have happened, 504 `outcome_unknown` with the job id if it may have.
+//!
+//! Not guaranteed: secrecy between the masters' HTTP ports, which have no authentication in this version.
+
+use super::{
+    body::{self, HeldBody},
+    error::{ApiError, Elsewhere},
+    params::{self, Consistency, Params},
+};
+use crate::{
+    consensus::{Leadership, ReadError},
+    context::MasterContext,
+};
+use axum::{
+    body::Body,
+    extract::{Request, State},
+    http::{HeaderMap, HeaderName, HeaderValue, StatusCode, Uri, header, request::Parts},
+    middleware::Next,
+    response::{IntoResponse, Response},
+};
+use bytes::Bytes;
+use http_body_util::{BodyExt, Full, Limited};
+use hyper_util::{
+    client::legacy::{Client, connect::HttpConnector},
+    rt::{TokioExecutor, TokioTimer},
+};
+use mooncake_proto::{
+    api::{HEADER_FORWARDED_BY, ProblemCode},
+    ids::JobId,
+    manifest::MAX_BODY_BYTES,
+};
+use std::{
+    sync::Arc,
+    time::{Duration, Instant},
+};
+
+/// How a follower tells the leader which job id to use if the body has none. Only looked at beside
+/// [`HEADER_FORWARDED_BY`].
+pub(super) const HEADER_GENERATED_JOB_ID: &str = "x-mooncake-generated-job-id";
+
+/// Longest time to reach the leader's port.
+const CONNECT_TIMEOUT: Duration = Duration::from_millis(500);
+/// Longest time for an answer, beside the wait of a long poll: parsing the largest body and committing its
+/// parts take a few seconds.
+const ANSWER_TIMEOUT: Duration = Duration::from_secs(30);
+/// Idle connections kept per master.
+const POOL_IDLE_PER_HOST: usize = 64;
+/// Idle connections are closed before the other end does it.
+const POOL_IDLE_TIMEOUT: Duration = Duration::from_secs(20);
+/// Most sends of one request: leaders that die one after another must not keep it for ever.
+const MAX_SENDS: u32 = 8;
+/// Pause before looking again, where no news of a new leader comes first.
+const PAUSE: Duration = Duration::from_millis(25);
+/// Largest answer that is passed on: a page of a thousand jobs is about a megabyte.
+const MAX_ANSWER_BYTES: usize = 64 << 20;
+/// Longest wait for a stale read's `min_index`.
+const MIN_INDEX_WAIT: Duration = Duration::from_secs(2);
+/// Largest body where the API expects none.
+const MAX_EMPTY_BODY_BYTES: usize = 64 << 10;
+
+/// What a route is to forwarding.
+#[derive(Clone, Copy, Debug, PartialEq, Eq)]
+pub(super) enum Kind {
+    /// Changes nothing; may be read stale.
+    Read,
+    /// Creates a job: has a body.
+    Create,
+    /// Cancels a job.
+    Cancel,
+}
+
+/// What the first master prepared for the handler; an extension of the request.
+#[derive(Clone, Debug)]
+pub(super) struct Prepared {
+    pub body: HeldBody,
+    /// For a body without one.
+    pub generated_job_id: JobId,
+}
+
+/// The pooled client.
+pub(crate) struct Forwarder {
+    client: Client<HttpConnector, Full<Bytes>>,
+}
+
+impl Default for Forwarder {
+    fn default() -> Self {
+        let mut connector = HttpConnector::new();
+        connector.set_connect_timeout(Some(CONNECT_TIMEOUT));
+        connector.set_nodelay(true);
+        let client = Client::builder(TokioExecutor::new())
+            .pool_timer(TokioTimer::new())
+            .pool_idle_timeout(POOL_IDLE_TIMEOUT)
+            .pool_max_idle_per_host(POOL_IDLE_PER_HOST)
+            .build(connector);
+        Self { client }
+    }
+}
+
+/// What to do with a request now.
+#[derive(Debug, PartialEq, Eq)]
+enum Decision {
+    Serve,
+    Forward(String),
+    /// No leader is known: look again.
+    Wait,
+    /// It was passed on once: the first master looks again.
+    Refuse,
+}
+
+fn decide(own_id: u64, view: &Leadership, forwarded: bool) -> Decision {
+    if view.is_serving {
+        return Decision::Serve;
+    }
+    if forwarded {
+        return Decision::Refuse;
+    }
+    match &view.leader {
+        Some(leader) if leader.id != own_id => Decision::Forward(leader.http_address.clone()),
+        // No leader; or this master was elected and has not applied all that its predecessors acknowledged.
+        _ => Decision::Wait,
+    }
+}
+
+/// What became of a request that was sent.
+enum Sent {
+    Answer(Response),
+    /// Nothing was done.
+    NotDone(String),
+    /// Something may have been done.
+    Lost(String),
+}
+
+/// The middleware of every route that needs the leader.
+pub(super) async fn to_leader(
+    State((ctx, kind)): State<(Arc<MasterContext>, Kind)>,
+    request: Request,
+    next: Next,
+) -> Response {
+    match dispatch(&ctx, kind, request, next).await {
+        Ok(response) => response,
+        Err(error) => error.into_response(),
+    }
+}
+
+async fn dispatch(
+    ctx: &MasterContext,
+    kind: Kind,
+    request: Request,
+    next: Next,
+) -> Result<Response, ApiError> {
+    let (mut parts, body) = request.into_parts();
+    let prepared = prepare(ctx, kind, &parts, body).await?;
+    parts.extensions.insert(prepared.clone());
+    let params = Params::parse(parts.uri.query())?;
+    let consistency = params.consistency()?;
+    if let (Kind::Read, Consistency::Stale { min_index }) = (kind, consistency) {
+        wait_applied(ctx, min_index).await?;
+        parts.extensions.insert(consistency);
+        return Ok(next.run(Request::from_parts(parts, Body::empty())).await);
+    }
+    parts.extensions.insert(Consistency::Linearizable);
+
+    let arrived = Instant::now();
+    let wait = params.wait()?;
+    let forwarded = parts.headers.contains_key(HEADER_FORWARDED_BY);
+    let own_id = ctx.consensus.identity().node_id;
+    let mut watch = ctx.consensus.leadership();
+    let mut hold_until = Instant::now() + ctx.options.hold;
+    let mut maybe_done = false;
+    let mut sends = 0;
+    let mut last = "no leader is known".to_owned();
+    loop {
+        let view = watch.borrow_and_update().clone();
+        // A repeated long poll goes on with what is left of its wait.
+        let left = wait.map(|w| w.saturating_sub(arrived.elapsed()));
+        let uri = match (left, parts.uri.query()) {
+            (Some(left), Some(query)) if sends > 0 => {
+                with_query(&parts.uri, &params::with_wait_left(query, left))
+            }
+            _ => parts.uri.clone(),
+        };
+        match decide(own_id, &view, forwarded) {
+            Decision::Serve => match ctx.consensus.read_index().await {
+                Ok(_) => {
+                    sends += 1;
+                    let mut parts = parts.clone();
+                    parts.uri = uri;
+                    let response = next.clone().run(Request::from_parts(parts, Body::empty())).await;
+                    match response.extensions().get::<Elsewhere>() {
+                        None => return Ok(response),
+                        // Who passed it on decides.
+                        Some(_) if forwarded => return Ok(response),
+                        Some(elsewhere) => {
+                            maybe_done |= elsewhere.maybe_done;
+                            last = "this master lost the leadership".into();
+                            hold_until = Instant::now() + ctx.options.hold;
+                        }
+                    }
+                }
+                Err(ReadError::Overloaded) => {
+                    let detail = "too many reads wait for the quorum; repeat the request later";
+                    return Err(ApiError::new(ProblemCode::Overloaded, detail));
+                }
+                Err(why) => last = why.to_string(),
+            },
+            Decision::Forward(address) => {
+                let deadline = ANSWER_TIMEOUT + left.unwrap_or_default();
+                let sent = tokio::select! {
+                    sent = ctx.forwarder.send(ctx, &address, &parts, uri, &prepared, deadline) => sent,
+                    // It died or was cut off: do not wait for it.
+                    () = leader_changed(&mut watch, &view) => Sent::Lost(format!("the leader changed while {address} served it")),
+                    () = ctx.stopping.cancelled(), if wait.is_some() => {
+                        return Err(ApiError::new(ProblemCode::Draining, "this master is stopping; poll another one"));
+                    }
+                };
+                match sent {
+                    Sent::Answer(response) => {
+                        ctx.metrics.forwarded.inc();
+                        return Ok(response);
+                    }
+                    Sent::NotDone(why) => last = why,
+                    Sent::Lost(why) => {
+                        sends += 1;
+                        maybe_done = true;
+                        last = why;
+                        hold_until = Instant::now() + ctx.options.hold;
+                    }
+                }
+                ctx.metrics.forward_failures.inc();
+            }
+            Decision::Wait => {}
+            Decision::Refuse => {
+                let detail = format!("master {own_id} does not lead, and the request was passed on once");
+                return Err(ApiError::new(ProblemCode::NoLeader, detail));
+            }
+        }
+        if Instant::now() >= hold_until || sends >= MAX_SENDS {
+            return Err(given_up(kind, maybe_done, &last, &prepared, &parts));
+        }
+        let pause = PAUSE.min(hold_until.saturating_duration_since(Instant::now()));
+        tokio::select! {
+            () = tokio::time::sleep(pause) => {}
+            () = leader_changed(&mut watch, &view) => {}
+        }
+    }
+}
+
+/// Reads the body and does the checks that need no leader.
+async fn prepare(ctx: &MasterContext, kind: Kind, parts: &Parts, body: Body) -> Result<Prepared, ApiError> {
+    let limit = match kind {
+        Kind::Create => MAX_BODY_BYTES,
+        Kind::Read | Kind::Cancel => MAX_EMPTY_BODY_BYTES,
+    };
+    if kind == Kind::Create
+        && let Err(error) = body::check_content_type(&parts.headers)
+    {
+        body::refuse(&parts.headers, body).await;
+        return Err(error);
+    }
+    let body = ctx.bodies.read(&parts.headers, body, limit).await?;
+    let passed_on = parts
+        .headers
+        .get(HEADER_GENERATED_JOB_ID)
+        .filter(|_| parts.headers.contains_key(HEADER_FORWARDED_BY));
+    let generated_job_id = passed_on
+        .and_then(|v| JobId::parse(v.to_str().ok()?).ok())
+        .unwrap_or_else(JobId::generate);
+    Ok(Prepared {
+        body,
+        generated_job_id,
+    })
+}
+
+async fn wait_applied(ctx: &MasterContext, min_index: u64) -> Result<(), ApiError> {
+    let mut applied = ctx.consensus.applied();
+    match tokio::time::timeout(MIN_INDEX_WAIT, applied.reached(min_index)).await {
+        Ok(true) => Ok(()),
+        _ => {
+            let applied = ctx.consensus.state().applied_index;
+            let detail = format!(
+                "this master has applied index {applied}, min_index is {min_index}; ask another one, or later"
+            );
+            Err(ApiError::new(ProblemCode::NotCaughtUp, detail))
+        }
+    }
+}
+
+/// Resolves when there is another leader than `from` knew, or this master becomes it.
+async fn leader_changed(watch: &mut tokio::sync::watch::Receiver<Leadership>, from: &Leadership) {
+    let changed = watch.wait_for(|view| {
+        (view.is_serving && !from.is_serving) || (view.leader.is_some() && view.leader != from.leader)
+    });
+    if changed.await.is_err() {
+        // Consensus is gone; what waits beside this decides.
+        std::future::pending::<()>().await;
+    }
+}
+
+fn given_up(kind: Kind, maybe_done: bool, last: &str, prepared: &Prepared, parts: &Parts) -> ApiError {
+    if kind == Kind::Read || !maybe_done {
+        return ApiError::new(
+            ProblemCode::NoLeader,
+            format!("{last}; nothing was done, repeat the request"),
+        );
+    }
+    let job = match kind {
+        Kind::Create => super::create::peek_job_id(&prepared.body.bytes)
+            .unwrap_or_else(|| prepared.generated_job_id.to_string()),
+        // `…/jobs/{job_id}/cancel`
+        _ => parts.uri.path().rsplit('/').nth(1).unwrap_or_default().to_owned(),
+    };
+    ApiError::outcome_unknown(last).with_job(job)
+}
+
+fn with_query(uri: &Uri, query: &str) -> Uri {
+    format!("{}?{query}", uri.path())
+        .parse()
+        .unwrap_or_else(|_| uri.clone())
+}
+
+/// Headers that belong to one connection (RFC 9110, 7.6.1), and what the client computes itself.
+fn is_hop_by_hop(name: &HeaderName) -> bool {
+    const NAMES: [&str; 10] = [
+        "connection",
+        "keep-alive",
+        "proxy-authenticate",
+        "proxy-authorization",
+        "te",
+        "trailer",
+        "transfer-encoding",
+        "upgrade",
+        "content-length",
+        "expect",
+    ];
+    NAMES.contains(&name.as_str()) || name == header::HOST
+}
+
+impl Forwarder {
+    async fn send(
+        &self,
+        ctx: &MasterContext,
+        address: &str,
+        parts: &Parts,
+        uri: Uri,
+        prepared: &Prepared,
+        deadline: Duration,
+    ) -> Sent {
+        let path = uri.path_and_query().map_or("/", |p| p.as_str());
+        let mut request = match axum::http::Request::builder()
+            .method(parts.method.clone())
+            .uri(format!("http://{address}{path}"))
+            .body(Full::new(prepared.body.bytes.clone()))
+        {
+            Ok(request) => request,
+            Err(e) => return Sent::NotDone(format!("cannot address the leader at {address}: {e}")),
+        };
+        copy_headers(&parts.headers, request.headers_mut());
+        request.headers_mut().insert(
+            HEADER_FORWARDED_BY,
+            HeaderValue::from(ctx.consensus.identity().node_id),
+        );
+        if let Ok(id) = HeaderValue::from_str(prepared.generated_job_id.as_str()) {
+            request.headers_mut().insert(HEADER_GENERATED_JOB_ID, id);
+        }
+        let exchange = async {
+            let response = match self.client.request(request).await {
+                Ok(response) => response,
+                Err(e) if e.is_connect() => {
+                    return Sent::NotDone(format!(
+                        "the leader at {address} cannot be reached: {}",
+                        chain(&e)
+                    ));
+                }
+                Err(e) => {
+                    return Sent::Lost(format!(
+                        "the connection to the leader at {address} broke: {}",
+                        chain(&e)
+                    ));
+                }
+            };
+            let (head, body) = response.into_parts();
+            let body = match Limited::new(body, MAX_ANSWER_BYTES).collect().await {
+                Ok(body) => body.to_bytes(),
+                Err(e) => return Sent::Lost(format!("the answer of the leader at {address} broke off: {e}")),
+            };
+            match head.status {
+                // Its own words for: nothing was done.
+                StatusCode::SERVICE_UNAVAILABLE => {
+                    Sent::NotDone(format!("the master at {address} does not lead any more"))
+                }
+                // It lost the leadership meanwhile: the next leader knows.
+                StatusCode::GATEWAY_TIMEOUT => {
+                    Sent::Lost(format!("the leader at {address} does not know the outcome"))
+                }
+                status => {
+                    let mut answer = Response::new(Body::from(body));
+                    *answer.status_mut() = status;
+                    copy_headers(&head.headers, answer.headers_mut());
+                    Sent::Answer(answer)
+                }
+            }
+        };
+        match tokio::time::timeout(deadline, exchange).await {
+            Ok(sent) => sent,
+            Err(_) => Sent::Lost(format!(
+                "the leader at {address} did not answer within {} s",
+                deadline.as_secs()
+            )),
+        }
+    }
+}
+
+fn copy_headers(from: &HeaderMap, to: &mut HeaderMap) {
+    for (name, value) in from {
+        if !is_hop_by_hop(name) {
+            to.append(name.clone(), value.clone());
+        }
+    }
+}
+
+fn chain(error: &dyn std::error::Error) -> String {
+    let mut text = error.to_string();
+    let mut source = error.source();
+    while let Some(cause) = source {
+        text = format!("{text}: {cause}");
+        source = cause.source();
+    }
+    text
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+    use crate::consensus::Master;
+
+    fn led_by(leader: Option<u64>, is_serving: bool) -> Leadership {
+        let leader = leader.map(|id| Master {
+            id,
+            rpc_address: format!("127.0.0.1:{}", 50050 + id),
+            http_address: format!("127.0.0.1:{}", 9000 + id),
+        });
+        Leadership {
+            term: 1,
+            leader,
+            is_leader: is_serving,
+            is_serving,
+        }
+    }
+
+    #[test]
+    fn decisions() {
+        let table = [
+            (led_by(Some(1), true), false, Decision::Serve),
+            (led_by(Some(1), true), true, Decision::Serve),
+            (
+                led_by(Some(2), false),
+                false,
+                Decision::Forward("127.0.0.1:9002".into()),
+            ),
+            (led_by(Some(2), false), true, Decision::Refuse),
+            (led_by(None, false), false, Decision::Wait),
+            (led_by(None, false), true, Decision::Refuse),
+            // Elected, but not caught up with itself: never sent to itself.
+            (led_by(Some(1), false), false, Decision::Wait),
+        ];
+        for (view, forwarded, want) in table {
+            assert_eq!(decide(1, &view, forwarded), want, "{view:?} {forwarded}");
+        }
+    }
+
+    #[test]
+    fn giving_up_tells_whether_something_may_have_happened() {
+        let (parts, ()) = axum::http::Request::post("/api/v1/model-distribution/jobs/j7/cancel")
+            .body(())
+            .unwrap()
+            .into_parts();
+        let held = |text: &'static str| HeldBody::for_tests(Bytes::from_static(text.as_bytes()));
+        let generated = JobId::parse("generated").unwrap();
+        let prepared = |text| Prepared {
+            body: held(text),
+            generated_job_id: generated.clone(),
+        };
+        let case = |kind, maybe_done, text| {
+            let error = given_up(kind, maybe_done, "it broke", &prepared(text), &parts);
+            (error.problem().status, error.problem().job_id.clone())
+        };
+        assert_eq!(case(Kind::Read, true, ""), (503, None));
+        assert_eq!(case(Kind::Create, false, ""), (503, None));
+        assert_eq!(
+            case(
+                Kind::Create,
+                true,
+                r#"{"manifest": {"job_id": "no"}, "job_id": "mine"}"#
+            ),
+            (504, Some("mine".into()))
+        );
+        assert_eq!(case(Kind::Create, true, "{}"), (504, Some("generated".into())));
+        assert_eq!(case(Kind::Cancel, true, ""), (504, Some("j7".into())));
+    }
+
+    #[test]
+    fn hop_by_hop_headers_stay() {
+        let mut from = HeaderMap::new();
+        from.insert(header::CONTENT_TYPE, HeaderValue::from_static("application/json"));
+        from.insert(header::CONNECTION, HeaderValue::from_static("close"));
+        from.insert(header::TRANSFER_ENCODING, HeaderValue::from_static("chunked"));
+        from.insert(header::HOST, HeaderValue::from_static("a"));
+        let mut to = HeaderMap::new();
+        copy_headers(&from, &mut to);
+        assert_eq!(to.len(), 1);
+        assert!(to.contains_key(header::CONTENT_TYPE));
+    }
+}
