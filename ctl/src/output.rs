@@ -119,13 +119,8 @@ pub fn write_file(path: &std::path::Path, text: &str) -> Result<(), Failure> {
 fn table(header: &[&str]) -> Table {
     let mut table = Table::new();
     table.load_style(presets::NOTHING);
-    // Cut to the terminal's width where there is one; a pipe gets whole lines.
-    let arrangement = if table.is_tty() {
-        ContentArrangement::Dynamic
-    } else {
-        ContentArrangement::Disabled
-    };
-    table.set_content_arrangement(arrangement);
+    // Never wrapped: a path must stay in one piece, for eyes and for copying.
+    table.set_content_arrangement(ContentArrangement::Disabled);
     if no_color() {
         table.force_no_tty();
     }
@@ -133,7 +128,10 @@ fn table(header: &[&str]) -> Table {
     table
 }
 
-fn render(table: &Table) -> String {
+fn render(mut table: Table) -> String {
+    for column in table.column_iter_mut() {
+        column.set_padding((0, 2));
+    }
     table
         .lines()
         .map(|line| line.trim_end().to_owned() + "\n")
@@ -186,7 +184,7 @@ pub fn job_list(list: &JobList) -> String {
     if list.jobs.is_empty() && more.is_none() {
         return "no jobs".into();
     }
-    render(&t) + more.unwrap_or_default()
+    render(t) + more.unwrap_or_default()
 }
 
 /// `jobs get`, and the end of a watch.
@@ -230,7 +228,7 @@ pub fn job(job: &JobSnapshot) -> String {
             Cell::new(shown(placement.last_error.as_deref())),
         ]);
     }
-    text + "\n" + &render(&t)
+    text + "\n" + &render(t)
 }
 
 /// `nodes`.
@@ -272,7 +270,7 @@ pub fn node_list(list: &NodeList) -> String {
     if list.nodes.is_empty() {
         "no nodes: start mooncake_client on some".into()
     } else {
-        render(&t)
+        render(t)
     }
 }
 
@@ -313,7 +311,7 @@ pub fn model_list(list: &ModelList) -> String {
     if list.models.is_empty() {
         "no models".into()
     } else {
-        render(&t)
+        render(t)
     }
 }
 
@@ -343,7 +341,7 @@ pub fn cluster(status: &ClusterStatus) -> String {
             Cell::new(&member.disk_id),
         ]);
     }
-    text + "\n" + &render(&t)
+    text + "\n" + &render(t)
 }
 
 #[cfg(test)]
