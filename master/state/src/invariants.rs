@@ -1,7 +1,8 @@
 //! What must hold after every command, one function each. Tests and the chaos checker call [`check`] on one
-//! state and [`check_step`] on a state and its successor.
+//! state and [`check_command`] (or [`check_step`]) on a state and its successor.
 
 use crate::{
+    command::{Command, Reply},
     state::{Index, State},
     types::{BlobContent, Job, TaskKind},
 };
@@ -363,4 +364,42 @@ pub fn live_jobs_stay(before: &State, after: &State) -> Check {
         ensure(after.job(id).is_some(), || format!("live job {id} is gone"))?;
     }
     Ok(())
+}
+
+/// All invariants of one command: [`check_step`], and that what does not match the state changes nothing. The
+/// match is worked out here once more, from the state before, on purpose.
+pub fn check_command(before: &State, command: &Command, reply: &Reply, after: &State) -> Check {
+    check_step(before, after)?;
+    stale_reports_change_nothing(before, command, after)?;
+    ensure(!reply.is_refusal() || before.digest() == after.digest(), || {
+        format!("{} was refused ({reply:?}) but changed the state", command.name())
+    })
+}
+
+/// A cut-off node may still work and report: unless artifact, generation, node, incarnation and attempt match,
+/// what it says changes nothing.
+pub fn stale_reports_change_nothing(before: &State, command: &Command, after: &State) -> Check {
+    let (Command::Seal { report, .. }
+    | Command::ReportStaged { report, .. }
+    | Command::ReportFailed { report, .. }
+    | Command::ReportHeld { report, .. }
+    | Command::ReportLost { report, .. }) = command
+    else {
+        return Ok(());
+    };
+    let matches = before.artifact(&report.model).is_some_and(|artifact| {
+        let fence = artifact
+            .placements
+            .get(&report.node)
+            .map(|p| p.fence)
+            .unwrap_or_default();
+        artifact.generation == report.generation
+            && fence == report.fence
+            && before
+                .node(&report.node)
+                .is_some_and(|n| n.incarnation == report.incarnation)
+    });
+    ensure(matches || before.digest() == after.digest(), || {
+        format!("a stale report changed the state: {report:?}")
+    })
 }
