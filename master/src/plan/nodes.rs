@@ -126,6 +126,15 @@ impl<'a> Plan<'a> {
             return None;
         }
         let gone = match session.holdings.get(model) {
+            // A report may be ahead of the list of what is held: of what was ordered in this session only an
+            // explicit word counts.
+            None if session
+                .sent
+                .get(model)
+                .is_some_and(|s| s.fence == placement.fence) =>
+            {
+                session.absent.contains(model)
+            }
             None => session.inventory_complete,
             Some(held) if held.generation != artifact.generation => session.inventory_complete,
             // Only at the beginning of a session: later, a list made before the last block may come in after the

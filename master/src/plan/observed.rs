@@ -10,7 +10,7 @@ use mooncake_proto::{
     manifest::Seal,
 };
 use mooncake_state::{Fence, TaskKind};
-use std::collections::BTreeMap;
+use std::collections::{BTreeMap, BTreeSet};
 
 /// See the module.
 #[derive(Clone, Debug)]
@@ -55,6 +55,8 @@ pub struct Session {
     pub space: Option<Space>,
     /// What it holds. What is absent is not in the map.
     pub holdings: BTreeMap<ModelRef, Held>,
+    /// What it said in this session that it does not hold (any more).
+    pub absent: BTreeSet<ModelRef>,
     /// The last order per artifact in this session.
     pub sent: BTreeMap<ModelRef, Sent>,
 }
@@ -136,6 +138,7 @@ impl Observed {
             inventory_complete: false,
             space: None,
             holdings: BTreeMap::new(),
+            absent: BTreeSet::new(),
             sent: BTreeMap::new(),
         };
         self.sessions.insert(node.clone(), session);
@@ -167,10 +170,12 @@ impl Session {
         match held {
             Some(mut held) => {
                 held.from_inventory = !self.inventory_complete;
+                self.absent.remove(&model);
                 self.holdings.insert(model, held);
             }
             None => {
                 self.holdings.remove(&model);
+                self.absent.insert(model);
             }
         }
     }
@@ -195,11 +200,13 @@ impl Session {
                 from_inventory: false,
             };
             self.holdings.insert(model.clone(), held);
+            self.absent.remove(model);
         }
     }
 
     /// The download holds every byte: see [`Session::task_ended`] for when to call it.
     pub fn acquired(&mut self, model: &ModelRef, seal: Seal) {
+        self.absent.remove(model);
         if let Some(held) = self.holdings.get_mut(model) {
             held.state = held.state.max(HeldState::Whole);
             held.seal = Some(seal);

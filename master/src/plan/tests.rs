@@ -440,7 +440,7 @@ impl Sim {
         }
     }
 
-    /// Only verdicts, no work: what is planned while `ms` pass.
+    /// The states of a job's views.
     fn views(&self, job: usize) -> Vec<PlacementState> {
         self.job(job).views.iter().map(|v| v.state).collect()
     }
@@ -529,7 +529,11 @@ fn the_second_seed_takes_over() {
         (JobStatus::Failed, JobStatus::Completed)
     );
     assert_eq!(sim.downloads(), 2, "one after the other");
-    assert_eq!(sim.fake(1).orders, ["replicate", "acquire", "sealed"]);
+    assert_eq!(
+        sim.fake(1).orders,
+        ["replicate", "peers", "acquire", "sealed"],
+        "the failed seed is no peer any more; then it is this node's turn"
+    );
 }
 
 #[test]
@@ -730,6 +734,7 @@ fn a_new_leader_waits_for_those_who_may_hold_it() {
     sim.new_leader();
     sim.connect(0);
     sim.connect(1);
+    sim.settle();
     sim.create(2, 0, 0, &[0, 1]);
     sim.pass(4_000);
     assert_eq!(sim.downloads(), 1);
@@ -780,6 +785,7 @@ fn the_seed_lost_it_while_another_holds_it() {
     sim.fake(0).disk.clear();
     sim.kill(0);
     sim.restart(0);
+    sim.settle();
     sim.create(1, 0, 0, &[0, 2]);
     sim.settle();
     assert_eq!((sim.status(1), sim.downloads()), (JobStatus::Completed, 1));

@@ -30,7 +30,7 @@ pub const MAX_AUTHORISE_NODES: usize = 512;
 #[derive(Clone, Debug, PartialEq, Eq, Serialize, Deserialize)]
 #[allow(missing_docs, reason = "fields without a remark are what their names say")]
 pub enum Command {
-    /// 0. A node opened a session: it is up. The same id with another store id is a new incarnation, which
+    /// #0: A node opened a session: it is up. The same id with another store id is a new incarnation, which
     /// holds nothing of the old one; refused unless `expected_incarnation` is the current one, so that of two
     /// clients under one new id only one gets in.
     RegisterNode {
@@ -41,7 +41,7 @@ pub enum Command {
         about: NodeAbout,
         now_ms: u64,
     },
-    /// 1. A session was lost (`Suspected`), the grace is over (`Down`), or the node left (`Down` from `Up`).
+    /// #1: A session was lost (`Suspected`), the grace is over (`Down`), or the node left (`Down` from `Up`).
     SetNodeStatus {
         node: NodeId,
         incarnation: u64,
@@ -52,7 +52,7 @@ pub enum Command {
         reason: String,
         now_ms: u64,
     },
-    /// 2. A newer measurement of a node's free space, proposed when the registered one would refuse an attempt.
+    /// #2: A newer measurement of a node's free space, proposed when the registered one would refuse an attempt.
     SetNodeFree {
         node: NodeId,
         incarnation: u64,
@@ -62,7 +62,7 @@ pub enum Command {
         measured_ms: u64,
         now_ms: u64,
     },
-    /// 3. A part of a manifest or source list that does not fit into [`Command::CreateJob`].
+    /// #3: A part of a manifest or source list that does not fit into [`Command::CreateJob`].
     PutBlobPart {
         /// SHA-256 of the whole.
         digest: Digest,
@@ -72,16 +72,16 @@ pub enum Command {
         bytes: Bytes,
         now_ms: u64,
     },
-    /// 4. A job. Idempotent by its id.
+    /// #4: A job. Idempotent by its id.
     CreateJob(Box<CreateJob>),
-    /// 5. The caller canceled a job.
+    /// #5: The caller canceled a job.
     CancelJob {
         job: JobId,
         /// Verified bytes as the leader saw them, so that frozen views show them.
         progress: Vec<(NodeId, u64)>,
         now_ms: u64,
     },
-    /// 6. The one download attempt of an artifact begins.
+    /// #6: The one download attempt of an artifact begins.
     AuthoriseAcquire {
         model: ModelRef,
         generation: u64,
@@ -96,7 +96,7 @@ pub enum Command {
         reserve_bytes: u64,
         now_ms: u64,
     },
-    /// 7. Copies begin: the first node's attempt is `first_attempt`, the next one's one more, …
+    /// #7: Copies begin: the first node's attempt is `first_attempt`, the next one's one more, …
     AuthoriseReplicate {
         model: ModelRef,
         generation: u64,
@@ -105,13 +105,13 @@ pub enum Command {
         nodes: Vec<ReplicateTo>,
         now_ms: u64,
     },
-    /// 8. The download attempt holds every byte and every declared checksum held.
+    /// #8: The download attempt holds every byte and every declared checksum held.
     Seal {
         report: ReportId,
         seal: Seal,
         now_ms: u64,
     },
-    /// 9. The attempt published the final folder.
+    /// #9: The attempt published the final folder.
     ReportStaged {
         report: ReportId,
         /// What the node's own digest list reproduces.
@@ -120,14 +120,14 @@ pub enum Command {
         checksum_verified: bool,
         now_ms: u64,
     },
-    /// 10. The attempt failed.
+    /// #10: The attempt failed.
     ReportFailed {
         report: ReportId,
         failure: Failure,
         verified_bytes: u64,
         now_ms: u64,
     },
-    /// 11. The node has the final folder although no running attempt reported it. `report.fence` is the
+    /// #11: The node has the final folder although no running attempt reported it. `report.fence` is the
     /// placement's fence as the proposer saw it (default: no placement).
     ReportHeld {
         report: ReportId,
@@ -135,17 +135,17 @@ pub enum Command {
         local_path: String,
         now_ms: u64,
     },
-    /// 12. The node no longer has what the state believes it holds. `report.fence` as in `ReportHeld`.
+    /// #12: The node no longer has what the state believes it holds. `report.fence` as in `ReportHeld`.
     ReportLost { report: ReportId, now_ms: u64 },
-    /// 13. Deadlines that passed fail their jobs.
+    /// #13: Deadlines that passed fail their jobs.
     Tick { now_ms: u64 },
-    /// 14. What is past its [`Limits`] goes.
+    /// #14: What is past its [`Limits`] goes.
     Prune { now_ms: u64 },
-    /// 15. After restore or recovery: above what any node has obeyed. Attempts under way get new fences.
+    /// #15: After restore or recovery: above what any node has obeyed. Attempts under way get new fences.
     RaiseRecoveryEpoch { epoch: u64, now_ms: u64 },
-    /// 16. All masters can read this version's commands.
+    /// #16: All masters can read this version's commands.
     SetClusterVersion { version: u32, now_ms: u64 },
-    /// 17. Retention.
+    /// #17: Retention.
     SetLimits { limits: Limits, now_ms: u64 },
 }
 

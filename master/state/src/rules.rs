@@ -154,6 +154,8 @@ pub fn job_path(from: JobStatus, to: JobStatus, seeded: bool) -> Vec<JobStatus> 
 
 #[cfg(test)]
 mod tests {
+    #![allow(clippy::type_complexity, reason = "rows of tables")]
+
     use super::*;
     use crate::tests::{World, job_id, model, node};
     use JobStatus as J;

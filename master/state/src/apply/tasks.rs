@@ -454,7 +454,8 @@ impl Apply<'_> {
             let (view, is_seed, max_attempts) = (&job.views[at], job.seed == *node, job.max_attempts);
             let seeded = job.seeded;
             let open = !view.is_finished();
-            if !open && !(is_seed && downloading) {
+            let concerned = open || (is_seed && downloading);
+            if !concerned {
                 continue;
             }
             // A failed download counts for jobs that this node seeds, and not once there is a copy to take.
@@ -489,14 +490,16 @@ impl Apply<'_> {
             }
         }
         let now = self.now;
-        // A job that failed just now may have taken the artifact's last claim with it, not the artifact.
         let placement = self.placement_mut(model, node);
-        placement.state = if again {
-            PlacementState::Planned
+        if again {
+            placement.state = PlacementState::Planned;
+            placement.not_before_ms = now + rules::retry_delay_ms(in_a_row);
         } else {
-            PlacementState::Failed
-        };
-        placement.not_before_ms = now + rules::retry_delay_ms(in_a_row);
+            // The pause is between the attempts of those who wait: the next job begins at once.
+            placement.state = PlacementState::Failed;
+            placement.failures = 0;
+            placement.not_before_ms = 0;
+        }
         placement.reserved_bytes = 0;
         placement.last_error = Some(failure.message.clone());
         self.mark(model);
@@ -504,6 +507,19 @@ impl Apply<'_> {
 
     /// Gives the running task up if no live job wants it any more. The planner revokes it on the node.
     pub(super) fn release_placement(&mut self, model: &ModelRef, node: &NodeId) {
+        let waited_for = self
+            .state
+            .live_jobs_of(model)
+            .any(|(_, job)| job.position(node).is_some());
+        let artifact = self.state.data.artifacts.get_mut(model);
+        if let Some(placement) = artifact
+            .and_then(|a| a.placements.get_mut(node))
+            .filter(|_| !waited_for)
+        {
+            // The next job begins at once.
+            placement.failures = 0;
+            placement.not_before_ms = 0;
+        }
         let Some(artifact) = self.state.artifact(model) else {
             return;
         };

@@ -56,6 +56,7 @@ fn without_the_fence_random_sequences_find_it() {
 #[test]
 fn every_invariant_notices_its_breach() {
     type Break = fn(&mut State);
+    type Invariant = fn(&State) -> Result<(), String>;
     fn artifact(s: &mut State) -> &mut Artifact {
         s.data.artifacts.get_mut(&model(0)).unwrap()
     }
@@ -74,7 +75,7 @@ fn every_invariant_notices_its_breach() {
         w.replicate(0, &[1, 2]);
         w.state
     };
-    let table: &[(&str, fn(&State) -> Result<(), String>, Break)] = &[
+    let table: &[(&str, Invariant, Break)] = &[
         ("an index is behind", invariants::indexes_match, |s| {
             s.index.live_by_node.clear()
         }),

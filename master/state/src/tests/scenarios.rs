@@ -275,6 +275,24 @@ fn a_failure_that_may_pass_is_tried_again() {
 }
 
 #[test]
+fn a_canceled_job_leaves_no_pause_behind() {
+    let mut w = World::new(2);
+    w.create(0, 0, 0, &[0, 1]);
+    w.acquire(0, 0, 0);
+    w.fail(0, 0, "connection_reset", true);
+    assert!(w.placement(0, 0).not_before_ms > w.now);
+    w.apply(Command::CancelJob {
+        job: job_id(0),
+        progress: vec![],
+        now_ms: w.now,
+    });
+    assert_eq!(
+        (w.placement(0, 0).not_before_ms, w.placement(0, 0).failures),
+        (0, 0)
+    );
+}
+
+#[test]
 fn a_follower_that_fails_does_not_stop_the_others() {
     let mut w = World::new(3);
     w.create(0, 0, 0, &[0, 1, 2]);
