@@ -386,6 +386,20 @@ impl Cluster {
         Ok(())
     }
 
+    /// Waits until the masters say of client `node` that it has this status.
+    pub async fn wait_node_status(&mut self, node: usize, status: &str) -> Result<()> {
+        let until = Instant::now() + READY_DEADLINE;
+        loop {
+            let nodes = self.get("/api/v1/nodes").await?;
+            let all = nodes["nodes"].as_array().map(Vec::as_slice).unwrap_or_default();
+            if all.iter().any(|n| n["node_id"] == *self.nodes[node] && n["status"] == status) {
+                return Ok(());
+            }
+            ensure!(Instant::now() < until, "node {} never turned {status}: {nodes:#}", self.nodes[node]);
+            tokio::time::sleep(POLL).await;
+        }
+    }
+
     /// Index of the leading master, once the running ones agree on it.
     pub async fn leader(&mut self) -> Result<usize> {
         let until = Instant::now() + READY_DEADLINE;

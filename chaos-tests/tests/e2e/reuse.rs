@@ -64,6 +64,7 @@ async fn a_second_job_downloads_nothing() -> Result<()> {
 
     // The seed loses its copy (a new disk under the old name); another node still has it.
     cluster.clients[0].kill();
+    cluster.wait_node_status(0, "suspected").await?;
     let root = cluster.roots[0].clone();
     std::fs::remove_dir_all(&root)?;
     std::fs::create_dir_all(&root)?;
