@@ -43,7 +43,7 @@ What this node holds: curl http://127.0.0.1:9300/api/v1/holdings";
 /// The node of Mooncake distribution: stages model versions on this machine's disk and passes them on to
 /// other nodes, as the masters order.
 #[derive(Clone, Debug, Parser)]
-#[command(name = "mooncake_client", version, after_help = EXAMPLES, max_term_width = 110)]
+#[command(name = "mooncake_client", version, after_help = EXAMPLES, max_term_width = 110, args_override_self = true)]
 pub struct Args {
     /// TOML or YAML file with these settings under the same names; flags win over it
     #[arg(long, value_name = "FILE")]
