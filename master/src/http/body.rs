@@ -32,11 +32,17 @@ const DRAIN_BYTES: usize = 2 * MAX_BODY_BYTES;
 const UNIT_BYTES: usize = 1 << 10;
 
 /// The room for bodies.
-pub(crate) struct BodyBudget(Arc<Semaphore>);
+pub(crate) struct BodyBudget {
+    room: Arc<Semaphore>,
+    wait: Duration,
+}
 
 impl Default for BodyBudget {
     fn default() -> Self {
-        Self(Arc::new(Semaphore::new(BUDGET_BYTES / UNIT_BYTES)))
+        Self {
+            room: Arc::new(Semaphore::new(BUDGET_BYTES / UNIT_BYTES)),
+            wait: BUDGET_WAIT,
+        }
     }
 }
 
@@ -60,7 +66,7 @@ impl HeldBody {
 impl BodyBudget {
     async fn room(&self, bytes: usize) -> Result<OwnedSemaphorePermit, ApiError> {
         let units = bytes.div_ceil(UNIT_BYTES) as u32;
-        match tokio::time::timeout(BUDGET_WAIT, self.0.clone().acquire_many_owned(units)).await {
+        match tokio::time::timeout(self.wait, self.room.clone().acquire_many_owned(units)).await {
             Ok(Ok(permit)) => Ok(permit),
             _ => Err(ApiError::new(
                 ProblemCode::Overloaded,
@@ -214,7 +220,7 @@ mod tests {
     #[tokio::test]
     async fn a_body_over_the_limit_is_refused_told_or_not() {
         let budget = BodyBudget::default();
-        let free = budget.0.available_permits();
+        let free = budget.room.available_permits();
         let told = headers(&[(header::CONTENT_LENGTH, "11")]);
         for headers in [HeaderMap::new(), told] {
             let error = budget
@@ -232,15 +238,18 @@ mod tests {
                 .await
                 .unwrap();
             assert_eq!(&held.bytes[..], b"hello world");
-            assert!(budget.0.available_permits() < free, "a held body takes room");
+            assert!(budget.room.available_permits() < free, "a held body takes room");
             drop(held);
-            assert_eq!(budget.0.available_permits(), free);
+            assert_eq!(budget.room.available_permits(), free);
         }
     }
 
-    #[tokio::test(start_paused = true)]
+    #[tokio::test]
     async fn without_room_the_caller_is_told_to_come_back() {
-        let budget = BodyBudget::default();
+        let budget = BodyBudget {
+            wait: Duration::from_millis(10),
+            ..BodyBudget::default()
+        };
         let _all = budget.room(BUDGET_BYTES).await.unwrap();
         let error = budget
             .read(&HeaderMap::new(), Body::from("x"), 10)

@@ -71,10 +71,12 @@ mod tests {
         let job = JobId::parse("a").unwrap();
         let one = waiters.register(&job);
         let two = waiters.register(&job);
-        let mut first = pin!(one.notified());
-        first.as_mut().enable();
-        waiters.wake(&job);
-        first.await;
+        {
+            let mut first = pin!(one.notified());
+            first.as_mut().enable();
+            waiters.wake(&job);
+            first.await;
+        }
         drop(two);
         assert_eq!(waiters.jobs.lock().len(), 1);
         drop(one);

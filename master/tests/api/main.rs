@@ -1,0 +1,9 @@
+//! The API and the node sessions on real masters in this process: consensus on disk, HTTP and gRPC on loopback.
+
+mod cluster;
+mod errors;
+mod followers;
+mod jobs;
+mod node;
+mod requests;
+mod sessions;

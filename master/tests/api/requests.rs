@@ -1,0 +1,377 @@
+//! Wrong requests and the small endpoints.
+
+use super::{
+    cluster::{JOBS, TestCluster, rfc_example},
+    errors,
+    node::{FakeNode, Manner},
+};
+use anyhow::Result;
+use hyper::Method;
+use mooncake_proto::api::{HEADER_APPLIED_INDEX, HEADER_SERVED_BY, HEADER_TERM, PROBLEM_JSON};
+use serde_json::json;
+
+#[tokio::test(flavor = "multi_thread")]
+async fn wrong_requests_are_problems_and_nobody_logs_an_error() -> Result<()> {
+    errors::watch();
+    let cluster = TestCluster::start(1).await?;
+    let json_type: &[(&str, &str)] = &[("content-type", "application/json")];
+    let (get, post) = (Method::GET, Method::POST);
+    let cases: Vec<(Method, String, &[(&str, &str)], Vec<u8>, u16, &str)> = vec![
+        (get.clone(), "/nothing".into(), &[], vec![], 404, "not_found"),
+        (
+            get.clone(),
+            "/api/v1/nothing".into(),
+            &[],
+            vec![],
+            404,
+            "not_found",
+        ),
+        (
+            Method::DELETE,
+            JOBS.into(),
+            &[],
+            vec![],
+            405,
+            "method_not_allowed",
+        ),
+        (
+            post.clone(),
+            "/api/v1/nodes".into(),
+            &[],
+            vec![],
+            405,
+            "method_not_allowed",
+        ),
+        (
+            post.clone(),
+            JOBS.into(),
+            &[("content-type", "text/plain")],
+            b"{}".to_vec(),
+            415,
+            "unsupported_media_type",
+        ),
+        (
+            post.clone(),
+            JOBS.into(),
+            &[],
+            b"{}".to_vec(),
+            415,
+            "unsupported_media_type",
+        ),
+        (
+            post.clone(),
+            JOBS.into(),
+            json_type,
+            b"{\"job_id\":".to_vec(),
+            400,
+            "invalid_json",
+        ),
+        (
+            post.clone(),
+            JOBS.into(),
+            json_type,
+            vec![b' '; (64 << 20) + 1],
+            413,
+            "body_too_large",
+        ),
+        (
+            post.clone(),
+            JOBS.into(),
+            json_type,
+            b"{}".to_vec(),
+            400,
+            "invalid_request",
+        ),
+        (
+            get.clone(),
+            format!("{JOBS}?job_id=nope"),
+            &[],
+            vec![],
+            404,
+            "job_not_found",
+        ),
+        (
+            get.clone(),
+            format!("{JOBS}/nope"),
+            &[],
+            vec![],
+            404,
+            "job_not_found",
+        ),
+        (
+            get.clone(),
+            format!("{JOBS}/no%2Fpe"),
+            &[],
+            vec![],
+            400,
+            "invalid_parameter",
+        ),
+        (
+            post,
+            format!("{JOBS}/nope/cancel"),
+            &[],
+            vec![],
+            404,
+            "job_not_found",
+        ),
+        (
+            get.clone(),
+            format!("{JOBS}?state=failed"),
+            &[],
+            vec![],
+            400,
+            "invalid_parameter",
+        ),
+        (
+            get.clone(),
+            format!("{JOBS}?status=done"),
+            &[],
+            vec![],
+            400,
+            "invalid_parameter",
+        ),
+        (
+            get.clone(),
+            format!("{JOBS}?limit=0"),
+            &[],
+            vec![],
+            400,
+            "invalid_parameter",
+        ),
+        (
+            get.clone(),
+            format!("{JOBS}?page_token=x"),
+            &[],
+            vec![],
+            400,
+            "invalid_parameter",
+        ),
+        (
+            get.clone(),
+            format!("{JOBS}?consistency=some"),
+            &[],
+            vec![],
+            400,
+            "invalid_parameter",
+        ),
+        (
+            get.clone(),
+            format!("{JOBS}/nope?wait=x"),
+            &[],
+            vec![],
+            400,
+            "invalid_parameter",
+        ),
+        (
+            get.clone(),
+            "/api/v1/nodes/a:1".into(),
+            &[],
+            vec![],
+            404,
+            "node_not_found",
+        ),
+        (
+            get.clone(),
+            "/api/v1/nodes/a".into(),
+            &[],
+            vec![],
+            400,
+            "invalid_parameter",
+        ),
+        (
+            get.clone(),
+            "/api/v1/objects".into(),
+            &[],
+            vec![],
+            400,
+            "invalid_parameter",
+        ),
+        (
+            get,
+            "/api/v1/objects?key=x".into(),
+            &[],
+            vec![],
+            404,
+            "object_not_found",
+        ),
+    ];
+    for (method, path, headers, body, status, code) in cases {
+        let answer = cluster.send(0, method.clone(), &path, headers, body).await?;
+        let what = format!("{method} {path}: {}", answer.text);
+        assert_eq!(
+            (answer.status, answer.body["code"].as_str()),
+            (status, Some(code)),
+            "{what}"
+        );
+        assert_eq!(answer.header("content-type"), Some(PROBLEM_JSON), "{what}");
+        assert_eq!(answer.body["status"], status, "{what}");
+        for name in [HEADER_SERVED_BY, HEADER_TERM, HEADER_APPLIED_INDEX] {
+            assert!(answer.header(name).is_some(), "{name} is missing: {what}");
+        }
+        match status {
+            405 => assert!(
+                answer.header("allow").is_some_and(|a| a.contains("GET")),
+                "{what}"
+            ),
+            413 => assert!(
+                answer.body["detail"].as_str().unwrap().contains("67108864"),
+                "{what}"
+            ),
+            _ => {}
+        }
+    }
+    let invalid = cluster
+        .send(0, Method::POST, JOBS, json_type, r#"{"target_nodes": [1]}"#)
+        .await?;
+    let detail = invalid.body["detail"].as_str().unwrap();
+    assert!(
+        detail.contains("/target_nodes/0") && detail.contains("line 1 column"),
+        "{detail}"
+    );
+    assert_eq!(errors::of_the_api(), Vec::<String>::new());
+    Ok(())
+}
+
+#[tokio::test(flavor = "multi_thread")]
+async fn every_fault_comes_at_once_with_its_pointer() -> Result<()> {
+    let cluster = TestCluster::start(1).await?;
+    let node = FakeNode::start(&cluster.masters[0].rpc, "127.0.0.1:25001", Manner::Works).await?;
+    let mut body = rfc_example();
+    body["manifest"]["files"][0]["path"] = "../model.bin".into();
+    body["manifest"]["files"][0]["chunk_layout"]["chunk_count"] = 5.into();
+    body["manifest"]["total_size_bytes"] = 7.into();
+    body["seed_node_id"] = "127.0.0.1:25009".into();
+    body["target_nodes"] = json!([node.id, "127.0.0.1:25008", "nonsense"]);
+    let answer = cluster.post(0, JOBS, &body).await?;
+    assert_eq!(
+        (answer.status, &answer.body["code"]),
+        (400, &json!("invalid_request")),
+        "{}",
+        answer.text
+    );
+    let found = answer.pointers();
+    for (pointer, code) in [
+        ("/manifest/files/0/path", "path_escapes"),
+        (
+            "/manifest/files/0/chunk_layout/chunk_count",
+            "chunk_count_mismatch",
+        ),
+        ("/seed_node_id", "unknown_node"),
+        ("/target_nodes/1", "unknown_node"),
+        ("/target_nodes/2", "invalid_node_id"),
+    ] {
+        assert!(
+            found.contains(&(pointer.into(), code.into())),
+            "{pointer} {code} is not among {found:?}"
+        );
+    }
+    assert!(
+        found.iter().any(|(p, _)| p == "/manifest/total_size_bytes"),
+        "{found:?}"
+    );
+    assert!(!found.iter().any(|(p, _)| p == "/target_nodes/0"), "{found:?}");
+
+    // Only the cluster's state is against it.
+    let mut body = rfc_example();
+    body["target_nodes"] = json!([node.id]);
+    body["replica_policy"] = json!({"target_replica_count": 1});
+    body["seed_node_id"] = "127.0.0.1:25009".into();
+    let answer = cluster.post(0, JOBS, &body).await?;
+    assert_eq!(
+        answer.pointers(),
+        [("/seed_node_id".to_owned(), "unknown_node".to_owned())],
+        "{}",
+        answer.text
+    );
+    Ok(())
+}
+
+#[tokio::test(flavor = "multi_thread")]
+async fn monitoring_gets_what_it_expects() -> Result<()> {
+    let cluster = TestCluster::start(1).await?;
+    assert_eq!(cluster.get(0, "/livez").await?.status, 200);
+    assert_eq!(cluster.get(0, "/leaderz").await?.status, 200);
+    assert_eq!(cluster.get(0, "/role").await?.body, json!({"role": "leader"}));
+    assert_eq!(
+        cluster.get(0, "/leader").await?.body["leader_address"],
+        cluster.masters[0].http
+    );
+    let health = cluster.get(0, "/health").await?.body;
+    assert_eq!(
+        (&health["role"], &health["service_ready"]),
+        (&json!("leader"), &json!(true))
+    );
+    let status = cluster.get(0, "/api/v1/cluster?digest=true").await?.body;
+    assert_eq!(
+        (&status["leader_id"], &status["served_by"]),
+        (&json!(1), &json!(1))
+    );
+    assert_eq!(status["state_digest"].as_str().unwrap().len(), 64);
+    assert_eq!(status["members"][0]["role"], "leader");
+    let metrics = cluster.get(0, "/metrics").await?.text;
+    for name in [
+        "mooncake_build_info{",
+        "master_is_leader 1",
+        "mooncake_jobs{status=\"completed\"} 0",
+        "master_http_requests_total{",
+    ] {
+        assert!(metrics.contains(name), "{name} is missing in {metrics}");
+    }
+    Ok(())
+}
+
+#[tokio::test(flavor = "multi_thread")]
+async fn stale_reads_wait_for_their_index() -> Result<()> {
+    let cluster = TestCluster::start(1).await?;
+    let fresh = cluster.get(0, "/api/v1/nodes?consistency=stale").await?;
+    assert_eq!(fresh.status, 200);
+    let index: u64 = fresh.header(HEADER_APPLIED_INDEX).unwrap().parse()?;
+    let reached = cluster
+        .get(0, &format!("/api/v1/nodes?consistency=stale&min_index={index}"))
+        .await?;
+    assert_eq!(reached.status, 200);
+    let beyond = cluster
+        .get(
+            0,
+            &format!("/api/v1/nodes?consistency=stale&min_index={}", index + 1000),
+        )
+        .await?;
+    assert_eq!(
+        (beyond.status, &beyond.body["code"]),
+        (503, &json!("not_caught_up"))
+    );
+    assert!(beyond.header("retry-after").is_some());
+    Ok(())
+}
+
+/// The largest manifest: a million chunks whose ids follow a pattern.
+#[tokio::test(flavor = "multi_thread")]
+async fn a_million_chunks_are_accepted_and_one_too_many_is_not() -> Result<()> {
+    let cluster = TestCluster::start(1).await?;
+    let _node = FakeNode::start(&cluster.masters[0].rpc, "127.0.0.1:25001", Manner::Works).await?;
+    for (chunks, status) in [(1_000_000u64, 201), ((1 << 20) + 1, 400)] {
+        let ids: Vec<String> = (0..chunks)
+            .map(|i| format!("demo-model/r1/chunk-{i:07}"))
+            .collect();
+        let mut body = rfc_example();
+        body["job_id"] = format!("large-{chunks}").into();
+        body["manifest"]["total_size_bytes"] = (chunks * 1024).into();
+        let file = &mut body["manifest"]["files"][0];
+        file["size_bytes"] = (chunks * 1024).into();
+        file["artifact"]["object_ids"] = ids.into();
+        file["chunk_layout"] =
+            json!({"chunk_size_bytes": 1024, "chunk_count": chunks, "object_prefix": "demo-model/r1"});
+        body["target_nodes"] = json!(["127.0.0.1:25001"]);
+        body["replica_policy"] = json!({"target_replica_count": 1});
+        let answer = cluster.post(0, JOBS, &body).await?;
+        assert_eq!(answer.status, status, "{}", answer.text);
+        if status == 400 {
+            assert!(
+                answer.text.contains("1048576"),
+                "the limit is named: {}",
+                answer.text
+            );
+        }
+    }
+    Ok(())
+}
