@@ -5,7 +5,7 @@ use mooncake_client::{
     config::{Args, LogFormat},
     node::Node,
 };
-use std::process::ExitCode;
+use std::{io::IsTerminal, process::ExitCode};
 use tokio::signal::unix::{SignalKind, signal};
 use tracing_subscriber::{EnvFilter, fmt, prelude::*};
 
@@ -19,7 +19,14 @@ fn main() -> ExitCode {
         Err(e) => return usage(&format!("--log-level '{}': {e}", args.log_level)),
     };
     let (text, json) = match args.log_format {
-        LogFormat::Text => (Some(fmt::layer().with_writer(std::io::stderr)), None),
+        // Colours are for terminals, not for files and journals.
+        LogFormat::Text => {
+            let is_terminal = std::io::stderr().is_terminal();
+            (
+                Some(fmt::layer().with_ansi(is_terminal).with_writer(std::io::stderr)),
+                None,
+            )
+        }
         LogFormat::Json => (
             None,
             Some(

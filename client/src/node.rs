@@ -30,6 +30,9 @@ pub const SOFTWARE: &str = concat!("mooncake_client ", env!("CARGO_PKG_VERSION")
 const SPACE_INTERVAL: Duration = Duration::from_secs(2);
 /// How often expired staging is looked for, at most.
 const EXPIRE_INTERVAL: Duration = Duration::from_secs(600);
+/// How long a master must have had this node before staging expires: it needs time to send its orders, and
+/// without them nobody here knows what is wanted.
+const EXPIRE_AFTER_REGISTERED: Duration = Duration::from_secs(60);
 /// For tasks to stop when the process stops: one disk operation each. After it the process goes anyway; what
 /// was journaled is kept.
 const STOP_TIMEOUT: Duration = Duration::from_secs(10);
@@ -189,6 +192,7 @@ impl Node {
             store.clone(),
             executor.clone(),
             settings.staging_expire,
+            session.status(),
         )));
         Ok(Self {
             node_id,
@@ -311,16 +315,25 @@ async fn sample_space(store: Store, free_bytes: Arc<AtomicU64>) {
     }
 }
 
-async fn expire(store: Store, executor: Executor, max_age: Duration) {
+async fn expire(store: Store, executor: Executor, max_age: Duration, mut status: watch::Receiver<Status>) {
     let interval = (max_age / 4).clamp(Duration::from_secs(1), EXPIRE_INTERVAL);
     loop {
         tokio::time::sleep(interval).await;
+        if !stays_registered(&mut status, EXPIRE_AFTER_REGISTERED.min(max_age)).await {
+            continue;
+        }
         let (store, executor) = (store.clone(), executor.clone());
         // It logs what it removes.
         let _ =
             tokio::task::spawn_blocking(move || store.expire_staging(max_age, |model| executor.wants(model)))
                 .await;
     }
+}
+
+/// Whether the session does not change for this long.
+async fn stays_registered(status: &mut watch::Receiver<Status>, time: Duration) -> bool {
+    let registered = matches!(*status.borrow_and_update(), Status::Registered { .. });
+    registered && tokio::time::timeout(time, status.changed()).await.is_err()
 }
 
 #[cfg(test)]

@@ -208,8 +208,14 @@ async fn stale_fences_revoke_and_delete() {
     // Nobody has anything: the task waits.
     session.replicate(&version, 5, Vec::new(), None).await;
     session.holding(|h| h.state() == pb::HoldingState::Partial).await;
-    let running = session.reports.last().expect("a start is reported before the inventory is looked through");
-    assert_eq!((running.fence.unwrap().attempt, running.kind()), (5, pb::TaskKind::Replicate));
+    let running = session
+        .reports
+        .last()
+        .expect("a start is reported before the inventory is looked through");
+    assert_eq!(
+        (running.fence.unwrap().attempt, running.kind()),
+        (5, pb::TaskKind::Replicate)
+    );
     assert_eq!(running.outcome(), pb::TaskOutcome::Running);
     session.replicate(&version, 4, Vec::new(), None).await;
     let refused = session.outcome(pb::TaskOutcome::Failed).await;
@@ -327,4 +333,49 @@ async fn refusals_are_shown_and_end_when_their_cause_does() {
 
 fn master_is_alone(master: &mut FakeMaster) -> bool {
     master.try_session().is_none()
+}
+
+/// Everything that the node does besides stands still: its only worker blocks, as it would behind a disk that
+/// hangs. The session stays, and its heartbeats go on.
+#[test]
+fn heartbeats_need_nothing_of_the_node() {
+    let folder = tempfile::tempdir().unwrap();
+    let runtime = |workers| {
+        tokio::runtime::Builder::new_multi_thread()
+            .worker_threads(workers)
+            .enable_all()
+            .build()
+            .unwrap()
+    };
+    let (masters, nodes) = (runtime(2), runtime(1));
+    let mut master = masters.block_on(FakeMaster::start());
+    let node = nodes.block_on(nodes.spawn({
+        let (root, address) = (folder.path().join("n"), master.address.clone());
+        async move { node_with(&root, &address, &[]).await }
+    }));
+    let node = node.unwrap();
+    masters.block_on(async {
+        let mut session = master.session().await;
+        session.inventory().await;
+        let (blocked_tx, blocked) = tokio::sync::oneshot::channel();
+        let (release, released) = std::sync::mpsc::channel::<()>();
+        nodes.spawn(async move {
+            let _ = blocked_tx.send(());
+            let _ = released.recv();
+        });
+        blocked.await.unwrap();
+        let mut last = 0;
+        for _ in 0..12 {
+            match session.frame().await.expect("the session goes on") {
+                NodeBody::Heartbeat(beat) => {
+                    assert!(beat.sequence > last);
+                    last = beat.sequence;
+                }
+                other => panic!("the node is blocked, but sends {other:?}"),
+            }
+        }
+        assert!(master.try_session().is_none(), "it did not register anew");
+        drop(release);
+    });
+    nodes.block_on(node.shutdown());
 }

@@ -190,9 +190,10 @@ mod tests {
 
     #[test]
     fn table() {
+        type Row = (Option<Current>, Fence, u64, Fence, Ask, Action);
         let f = fence;
         #[rustfmt::skip]
-        let rows: &[(Option<Current>, Fence, u64, Fence, Ask, Action)] = &[
+        let rows: &[Row] = &[
             // current                          obeyed   gen  order   ask              action
             // Nothing known of the artifact.
             (None,                              f(0, 0), 5, f(1, 1), Task(Acquire),    Start),

@@ -370,18 +370,25 @@ impl Reports {
         for (model, entry) in &inner.entries {
             let live = !entry.outcome.is_end();
             any_live |= live;
-            let new = entry.version > cursor.version;
-            if !live {
-                if new {
-                    cursor.said.remove(model);
-                    out.push(entry.report(model));
-                }
+            let is_new = entry.version > cursor.version;
+            if !live && !is_new {
                 continue;
             }
             let report = entry.report(model);
-            if new || cursor.said.get(model) != Some(&report) {
-                cursor.said.insert(model.clone(), report.clone());
-                out.push(report);
+            let said = cursor.said.get(model);
+            if !is_new && said == Some(&report) {
+                continue;
+            }
+            let mut news = report.clone();
+            // A bad peer is said once per session: the master counts what it is told.
+            if let Some(said) = said {
+                news.bad_sources.retain(|b| !said.bad_sources.contains(b));
+            }
+            out.push(news);
+            if live {
+                cursor.said.insert(model.clone(), report);
+            } else {
+                cursor.said.remove(model);
             }
         }
         cursor.said.retain(|model, _| inner.entries.contains_key(model));
@@ -434,6 +441,15 @@ mod tests {
         live.bad_source("n1".into(), "lies".into());
         let (due, _) = reports.due(&mut first);
         assert_eq!((due[0].fetched_bytes, due[0].bad_sources.len()), (5, 1));
+        live.counters.add_refetched(1);
+        live.bad_source("n2".into(), "lies too".into());
+        let (due, _) = reports.due(&mut first);
+        assert_eq!(due[0].bad_sources.len(), 1, "each is said once");
+        assert_eq!(
+            reports.due(&mut Cursor::default()).0[0].bad_sources.len(),
+            2,
+            "to each master"
+        );
 
         reports.set(&m, fence(1), Outcome::Staged(seal(), "/x".into()));
         for cursor in [&mut first, &mut Cursor::default()] {

@@ -8,9 +8,10 @@ use mooncake_proto::{digest::Digest, pb::session::BlobPart};
 use sha2::Digest as _;
 use std::collections::HashMap;
 
-/// Most bytes kept, whole and partial blobs together: one largest manifest with its sources, and many of the
-/// usual size. A blob that went is sent again in the next session.
-pub const MAX_BLOBS_BYTES: usize = 160 << 20;
+/// Most bytes kept, whole and partial blobs together: one largest manifest with its sources (they come from one
+/// request body of at most 64 MiB), and many of the usual size. A blob that went is sent again in the next
+/// session.
+pub const MAX_BLOBS_BYTES: usize = 96 << 20;
 /// Most parts of one blob: a manifest comes from a request body of at most 64 MiB and parts are about half a
 /// frame.
 const MAX_PARTS: u32 = 4096;

@@ -38,7 +38,7 @@ const WELCOME_TIMEOUT: Duration = Duration::from_secs(12);
 /// Frames that wait for the connection: at most a few MiB, and a slow master slows the pump, not the node.
 const OUTBOUND_FRAMES: usize = 8;
 /// Heartbeat intervals without any frame from the master after which it is taken for dead.
-const SILENT_INTERVALS: u32 = 4;
+const SILENT_INTERVALS: u32 = 3;
 /// Below this, a busy machine's scheduling looks like death.
 const LEAST_SILENCE: Duration = Duration::from_secs(1);
 /// What a master may ask for as heartbeat interval.
