@@ -314,14 +314,7 @@ fn broken(file: &SourceFile, error: reqwest::Error) -> Trouble {
     let why = chain(&error);
     let mut cause: Option<&(dyn std::error::Error + 'static)> = Some(&error);
     while let Some(e) = cause {
-        // An io::Error hides what it was made from behind `get_ref`.
-        let inner = e
-            .downcast_ref::<std::io::Error>()
-            .and_then(std::io::Error::get_ref);
-        let tls = e
-            .downcast_ref::<rustls::Error>()
-            .or_else(|| inner?.downcast_ref());
-        if let Some(rustls::Error::InvalidCertificate(_)) = tls {
+        if let Some(rustls::Error::InvalidCertificate(_)) = e.downcast_ref() {
             let message = format!(
                 "{} (the source of '{}') has a certificate that this machine does not trust: {why}; add its CA to the \
                  system's certificates (or SSL_CERT_FILE)",
@@ -329,14 +322,21 @@ fn broken(file: &SourceFile, error: reqwest::Error) -> Trouble {
             );
             return Trouble::Final(TaskFailure::permanent("source_untrusted", message));
         }
-        if e.is::<ScopeRefused>() || inner.is_some_and(|i| i.is::<ScopeRefused>()) {
+        if e.is::<ScopeRefused>() {
             let message = format!(
                 "a redirect of {} (the source of '{}') is refused: {why}",
                 file.location, file.path
             );
             return Trouble::Final(TaskFailure::permanent("redirect_refused", message));
         }
-        cause = e.source();
+        // `source` of an io::Error passes over the error that it was made from.
+        cause = match e
+            .downcast_ref::<std::io::Error>()
+            .and_then(std::io::Error::get_ref)
+        {
+            Some(inner) => Some(inner),
+            None => e.source(),
+        };
     }
     Trouble::transient(why)
 }

@@ -3,6 +3,7 @@
 mod local;
 mod server;
 mod web;
+mod web_environment;
 mod web_faults;
 
 use super::*;

@@ -10,8 +10,8 @@ use std::{
     },
 };
 use tokio::{
-    io::{AsyncBufReadExt, AsyncWriteExt, BufReader},
-    net::{TcpListener, TcpStream},
+    io::{AsyncBufReadExt, AsyncRead, AsyncWrite, AsyncWriteExt, BufReader},
+    net::TcpListener,
     sync::Notify,
 };
 
@@ -110,6 +110,14 @@ impl Drop for Server {
 
 impl Server {
     pub(super) async fn start(handler: impl Fn(&Request) -> Reply + Send + Sync + 'static) -> Self {
+        Self::start_with(None, handler).await
+    }
+
+    /// With a certificate: speaks TLS.
+    pub(super) async fn start_with(
+        tls: Option<tokio_rustls::TlsAcceptor>,
+        handler: impl Fn(&Request) -> Reply + Send + Sync + 'static,
+    ) -> Self {
         let listener = TcpListener::bind("127.0.0.1:0").await.unwrap();
         let address = listener.local_addr().unwrap();
         let (log, served) = (Arc::<Mutex<Vec<_>>>::default(), Arc::<AtomicU64>::default());
@@ -118,7 +126,17 @@ impl Server {
         let accept = tokio::spawn(async move {
             let mut connections = tokio::task::JoinSet::new();
             while let Ok((stream, _)) = listener.accept().await {
-                connections.spawn(connection(stream, handler.clone(), l.clone(), s.clone()));
+                let (tls, handler, l, s) = (tls.clone(), handler.clone(), l.clone(), s.clone());
+                connections.spawn(async move {
+                    match tls {
+                        None => connection(stream, handler, l, s).await,
+                        // A client that does not trust the certificate ends the handshake.
+                        Some(tls) => match tls.accept(stream).await {
+                            Ok(stream) => connection(stream, handler, l, s).await,
+                            Err(_) => {}
+                        },
+                    }
+                });
             }
         });
         Self {
@@ -148,8 +166,8 @@ impl Server {
     }
 }
 
-async fn connection(
-    stream: TcpStream,
+async fn connection<S: AsyncRead + AsyncWrite + Unpin>(
+    stream: S,
     handler: Arc<Handler>,
     log: Arc<Mutex<Vec<Request>>>,
     served: Arc<AtomicU64>,
@@ -182,10 +200,17 @@ async fn connection(
                 return;
             }
         }
+        // TLS keeps the last record back otherwise.
+        if stream.flush().await.is_err() {
+            return;
+        }
     }
 }
 
-async fn read_request(stream: &mut BufReader<TcpStream>, log: &Mutex<Vec<Request>>) -> Option<Request> {
+async fn read_request<S: AsyncRead + AsyncWrite + Unpin>(
+    stream: &mut BufReader<S>,
+    log: &Mutex<Vec<Request>>,
+) -> Option<Request> {
     let mut lines = Vec::new();
     loop {
         let mut line = String::new();
