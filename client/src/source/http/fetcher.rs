@@ -355,3 +355,62 @@ pub(super) fn chain(error: &(dyn std::error::Error + 'static)) -> String {
     }
     text
 }
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+    use crate::source::Location;
+    use mooncake_proto::manifest::Checksum;
+
+    /// The verdict of the resolver must come through all the layers of the HTTP client.
+    #[tokio::test]
+    async fn a_name_with_addresses_of_this_machine_is_refused_when_a_redirect_led_to_it() {
+        let listener = tokio::net::TcpListener::bind("127.0.0.1:0").await.unwrap();
+        let url = Url::parse(&format!(
+            "http://localhost:{}/f",
+            listener.local_addr().unwrap().port()
+        ))
+        .unwrap();
+        let file = SourceFile {
+            path: "f".into(),
+            size_bytes: 1,
+            checksum: Checksum::Opaque(String::new()),
+            location: Location::Url(url.clone()),
+            blocks: 0..1,
+            carried_over: false,
+            writes: Default::default(),
+        };
+        let fetcher = Fetcher::new(AllowList::default(), &SourceConfig::default()).unwrap();
+        let public = Url::parse("https://1.1.1.1/x").unwrap();
+        assert_eq!(
+            fetcher.check_redirect(&public, &url, Scope::Public),
+            Err("it leaves https")
+        );
+        let from = Url::parse("http://1.1.1.1/x").unwrap();
+        for literal in [
+            "http://127.0.0.1/",
+            "http://10.0.0.1/",
+            "http://[::1]/",
+            "http://2130706433/",
+        ] {
+            let to = Url::parse(literal).unwrap();
+            assert!(
+                fetcher.check_redirect(&from, &to, Scope::Public).is_err(),
+                "{literal}"
+            );
+        }
+        assert_eq!(
+            fetcher.check_redirect(&from, &url, Scope::Public),
+            Ok(()),
+            "a name is judged when it is resolved"
+        );
+        let refused = fetcher.get(&file, &Target::new(url), &HeaderMap::new()).await;
+        match refused {
+            Err(Trouble::Final(failure)) => {
+                assert_eq!(failure.code, "redirect_refused");
+                assert!(failure.message.contains("localhost"), "{failure}");
+            }
+            other => panic!("must be refused for good: {other:?}"),
+        }
+    }
+}
