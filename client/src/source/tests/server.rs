@@ -131,10 +131,11 @@ impl Server {
                     match tls {
                         None => connection(stream, handler, l, s).await,
                         // A client that does not trust the certificate ends the handshake.
-                        Some(tls) => match tls.accept(stream).await {
-                            Ok(stream) => connection(stream, handler, l, s).await,
-                            Err(_) => {}
-                        },
+                        Some(tls) => {
+                            if let Ok(stream) = tls.accept(stream).await {
+                                connection(stream, handler, l, s).await;
+                            }
+                        }
                     }
                 });
             }
