@@ -11,6 +11,9 @@ use tracing_subscriber::{EnvFilter, fmt, prelude::*};
 
 /// Exit code for faults of the command line or the configuration, as `clap` has it.
 const EXIT_USAGE: u8 = 2;
+/// Threads for blocking work: more than the uploads, writers, begins and publishes that may be under way
+/// together, so that none of them starves another, and few enough that their stacks and malloc caches stay small.
+const BLOCKING_THREADS: usize = 96;
 
 fn main() -> ExitCode {
     let args = Args::read(std::env::args_os()).unwrap_or_else(|e| e.exit());
@@ -47,7 +50,12 @@ fn main() -> ExitCode {
         Ok(settings) => settings,
         Err(why) => return usage(&why),
     };
-    let runtime = match tokio::runtime::Builder::new_multi_thread().enable_all().build() {
+    raise_open_files();
+    let runtime = match tokio::runtime::Builder::new_multi_thread()
+        .max_blocking_threads(BLOCKING_THREADS)
+        .enable_all()
+        .build()
+    {
         Ok(runtime) => runtime,
         Err(e) => return failed(&anyhow::anyhow!("cannot start the runtime: {e}")),
     };
@@ -88,4 +96,14 @@ fn failed(error: &anyhow::Error) -> ExitCode {
     tracing::error!("{error:#}");
     eprintln!("error: {error:#}");
     ExitCode::FAILURE
+}
+
+/// Every staged model keeps a folder open and every peer a socket: take as many files as the system allows.
+fn raise_open_files() {
+    use rustix::process::{Resource, getrlimit, setrlimit};
+    let mut limit = getrlimit(Resource::Nofile);
+    limit.current = limit.maximum;
+    if let Err(error) = setrlimit(Resource::Nofile, limit) {
+        tracing::warn!(%error, "cannot raise the number of open files; many models or peers may exceed it");
+    }
 }

@@ -21,7 +21,7 @@ mod transfer;
 pub use decide::{Action, Ask, Current, Head, Phase, Refusal, TaskKind, decide};
 pub use order::{AcquireOrder, Layout, Order, OrderError, ReplicateOrder, Secretive, What};
 pub use reports::{Cursor, Live, MAX_BAD_SOURCES, MAX_OUTCOMES, Outcome, Reports, Totals};
-pub use run::{MAX_ACQUISITIONS, MAX_BEGINS, publish_failure, store_failure};
+pub use run::{MAX_ACQUISITIONS, MAX_BEGINS, MAX_PUBLISHES, publish_failure, store_failure};
 pub use transfer::{AcquireJob, Boxed, FetchJob, Transfer};
 
 use crate::store::Store;
@@ -71,6 +71,7 @@ impl Executor {
             reports,
             acquisitions: Semaphore::new(MAX_ACQUISITIONS),
             begins: Semaphore::new(MAX_BEGINS),
+            publishes: Semaphore::new(MAX_PUBLISHES),
         };
         Self {
             shared: Arc::new(shared),

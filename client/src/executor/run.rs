@@ -31,6 +31,8 @@ use tokio_util::sync::CancellationToken;
 pub const MAX_ACQUISITIONS: usize = 32;
 /// Tasks that prepare their staging at once: each blocks a thread, and the disk does not get faster.
 pub const MAX_BEGINS: usize = 8;
+/// Copies that are published at once: as for [`MAX_BEGINS`].
+pub const MAX_PUBLISHES: usize = 8;
 /// Times that a whole copy which does not reproduce the seal is repaired before the attempt is given up: once
 /// is what a lying peer costs; a second time is bad luck, a third a fault.
 const MAX_REPAIRS: u32 = 3;
@@ -45,6 +47,7 @@ pub struct Shared {
     pub reports: Arc<Reports>,
     pub(super) acquisitions: Semaphore,
     pub(super) begins: Semaphore,
+    pub(super) publishes: Semaphore,
 }
 
 /// One task.
@@ -122,7 +125,7 @@ impl Task {
                 ),
             ));
         }
-        match publish(artifact, committed).await? {
+        match self.publish(artifact, committed).await? {
             Ok(path) => Ok((committed, path)),
             Err(e) => Err(publish_failure(&e)),
         }
@@ -142,7 +145,7 @@ impl Task {
                 self.shared.transfer.fetch(job, self.cancel.clone()).await?;
             }
             let committed = self.committed_seal().await?;
-            match publish(artifact.clone(), committed).await? {
+            match self.publish(artifact.clone(), committed).await? {
                 Ok(path) => return Ok((committed, path)),
                 // The fetch knows the seal by now, and finds out which blocks are wrong.
                 Err(e @ (PublishError::RootMismatch { .. } | PublishError::NotWhole { .. }))
@@ -196,6 +199,16 @@ impl Task {
         Ok(artifact)
     }
 
+    async fn publish(
+        &self,
+        artifact: Arc<Artifact>,
+        seal: Seal,
+    ) -> Result<Result<PathBuf, PublishError>, TaskFailure> {
+        let _turn = self.turn(&self.shared.publishes).await?;
+        // Not canceled from here on: a publish that has begun goes to its end.
+        blocking(move || artifact.publish(&seal)).await
+    }
+
     async fn committed_seal(&mut self) -> Result<Seal, TaskFailure> {
         tokio::select! {
             biased;
@@ -206,11 +219,6 @@ impl Task {
             }
         }
     }
-}
-
-async fn publish(artifact: Arc<Artifact>, seal: Seal) -> Result<Result<PathBuf, PublishError>, TaskFailure> {
-    // Not canceled in between: a publish that has begun goes to its end.
-    blocking(move || artifact.publish(&seal)).await
 }
 
 /// Runs what blocks away from the runtime's workers. A panic in it becomes a failure of the task.
