@@ -25,6 +25,8 @@ use std::collections::{BTreeMap, HashMap};
 
 /// Outstanding requests at a peer of which nothing is known yet.
 const WINDOW_START: u32 = 4;
+/// How long a measured latency counts. After it the window goes down for one round trip to measure again.
+const PROBE_US: u64 = 10_000_000;
 /// Fewest outstanding requests: one being sent while the next one waits.
 const WINDOW_MIN: u32 = 2;
 /// Most bytes outstanding at one peer: 10 Gbit/s over 25 ms.
@@ -109,6 +111,8 @@ pub struct Stall {
 #[derive(Clone, Copy, Debug)]
 struct Asked {
     at_us: u64,
+    /// How many were outstanding at the peer before.
+    depth: usize,
     canceled: bool,
 }
 
@@ -122,7 +126,11 @@ struct Peer {
     window: u32,
     /// Bytes per microsecond.
     rate: f64,
-    min_latency_us: f64,
+    /// Shortest times from request to block, in this span and in the one before (see [`PROBE_US`]).
+    min_latency_us: [f64; 2],
+    span_from_us: u64,
+    /// The window is at its least until a request that met no queue of our own is answered.
+    probing: bool,
     measured_bytes: u64,
     measured_from_us: u64,
     last_delivery_us: u64,
@@ -130,7 +138,12 @@ struct Peer {
 }
 
 impl Peer {
-    /// Requests that count against the window.
+    /// Time from request to block without a queue of our own making.
+    fn base_latency_us(&self) -> f64 {
+        self.min_latency_us[0].min(self.min_latency_us[1])
+    }
+
+    /// Whether it may be asked for one more.
     fn room(&self, now_us: u64) -> bool {
         self.stalled_since_us.is_none()
             && now_us >= self.busy_until_us
@@ -254,7 +267,9 @@ impl Chooser {
             busy_until_us: 0,
             window: WINDOW_START.min(self.window_max()),
             rate: 0.0,
-            min_latency_us: f64::INFINITY,
+            min_latency_us: [f64::INFINITY; 2],
+            span_from_us: 0,
+            probing: false,
             measured_bytes: 0,
             measured_from_us: 0,
             last_delivery_us: 0,
@@ -395,10 +410,12 @@ impl Chooser {
                 p.measured_bytes = 0;
                 p.measured_from_us = now_us;
             }
+            let depth = p.asked.len();
             p.asked.insert(
                 pick.block,
                 Asked {
                     at_us: now_us,
+                    depth,
                     canceled: false,
                 },
             );
@@ -445,6 +462,10 @@ impl Chooser {
             for bit in ones(self.wanted.word(w) & p.has.word(w)) {
                 let block = w as u32 * 64 + bit;
                 let at = block as usize;
+                // Canceled there and not answered yet: a second request would make two of one answer.
+                if p.asked.contains_key(&block) {
+                    continue;
+                }
                 if mode == Mode::Strict {
                     let elsewhere = p.traits.seed && self.relays[at] > 0;
                     let nearer = !p.traits.near && self.near[at] > 0;
@@ -591,8 +612,15 @@ impl Chooser {
         p.last_delivery_us = now_us;
         if let Some(bytes) = bytes {
             let latency = (now_us - asked.at_us).max(1) as f64;
-            // Creeps up, so that a path that got longer is noticed.
-            p.min_latency_us = latency.min(p.min_latency_us * 1.01);
+            if now_us > p.span_from_us + PROBE_US {
+                // What was measured long ago counts no more; and what is measured behind a queue of our own
+                // would let the window, and with it the queue, grow for ever.
+                p.probing = p.span_from_us > 0;
+                p.min_latency_us = [f64::INFINITY, p.min_latency_us[0]];
+                p.span_from_us = now_us;
+            }
+            p.min_latency_us[0] = p.min_latency_us[0].min(latency);
+            p.probing &= asked.depth > 1;
             p.measured_bytes += bytes;
             let span = now_us - p.measured_from_us;
             if span > 0 && (p.measured_bytes as f64 >= 4.0 * block_size || span > 100_000) {
@@ -605,7 +633,11 @@ impl Chooser {
                     p.rate += 0.3 * (now_rate - p.rate);
                 }
                 (p.measured_bytes, p.measured_from_us) = (0, now_us);
-                let wanted = (2.0 * p.rate * p.min_latency_us / block_size).ceil() as u32 + 1;
+            }
+            if p.probing {
+                p.window = WINDOW_MIN;
+            } else if p.rate > 0.0 {
+                let wanted = (2.0 * p.rate * p.base_latency_us() / block_size).ceil() as u32 + 1;
                 p.window = wanted.clamp(WINDOW_MIN, window_max);
             }
         }
@@ -637,11 +669,8 @@ impl Chooser {
             let Some(oldest) = p.asked.values().map(|a| a.at_us).min() else {
                 continue;
             };
-            let usual = if p.min_latency_us.is_finite() {
-                (p.min_latency_us * 8.0) as u64
-            } else {
-                0
-            };
+            let base = p.base_latency_us();
+            let usual = if base.is_finite() { (base * 8.0) as u64 } else { 0 };
             if now_us < oldest.max(p.last_delivery_us) + STALL_US.max(usual) {
                 continue;
             }

@@ -1,1 +1,437 @@
+use super::*;
+use proptest::prelude::*;
+use std::collections::{BTreeSet, HashSet};
 
+const BS: u32 = 256 << 10;
+
+fn traits(n: u32, seed: bool) -> PeerTraits {
+    PeerTraits {
+        hash: hash_id(&format!("n{n}")),
+        seed,
+        near: true,
+    }
+}
+
+fn chooser(blocks: u32) -> Chooser {
+    Chooser::new(hash_id("me"), blocks, BS)
+}
+
+fn drain(c: &mut Chooser, now_us: u64) -> Vec<Pick> {
+    std::iter::from_fn(|| c.next(now_us)).collect()
+}
+
+#[test]
+fn the_seed_is_asked_only_for_what_no_other_has() {
+    let mut c = chooser(8);
+    c.add_peer(0, traits(0, true));
+    c.add_peer(1, traits(1, false));
+    (0..8).for_each(|b| c.announce(0, b));
+    (0..4).for_each(|b| c.announce(1, b));
+    let picks = drain(&mut c, 0);
+    for p in &picks {
+        assert_eq!(p.peer, u32::from(p.block < 4), "{p:?}");
+        assert_eq!(p.unless_sent, p.peer == 0, "{p:?}");
+    }
+    assert_eq!(
+        picks.iter().filter(|p| p.peer == 0).count(),
+        4,
+        "the window at the start"
+    );
+}
+
+#[test]
+fn alone_with_the_seed_everything_is_asked_of_it_without_condition() {
+    let mut c = chooser(3);
+    c.add_peer(0, traits(0, true));
+    (0..3).for_each(|b| c.announce(0, b));
+    let picks = drain(&mut c, 0);
+    assert_eq!(picks.len(), 3);
+    assert!(picks.iter().all(|p| !p.unless_sent));
+}
+
+#[test]
+fn rarest_first_and_each_block_once() {
+    let mut c = chooser(6);
+    for n in 0..3 {
+        c.add_peer(n, traits(n, false));
+    }
+    (0..6).for_each(|b| c.announce(0, b));
+    (0..4).for_each(|b| c.announce(1, b));
+    (0..2).for_each(|b| c.announce(2, b));
+    let picks = drain(&mut c, 0);
+    let blocks: Vec<u32> = picks.iter().map(|p| p.block).collect();
+    assert_eq!(
+        blocks.iter().collect::<BTreeSet<_>>().len(),
+        6,
+        "each once: {picks:?}"
+    );
+    let from_0: Vec<u32> = picks.iter().filter(|p| p.peer == 0).map(|p| p.block).collect();
+    assert!(
+        from_0.contains(&4) && from_0.contains(&5),
+        "only 0 has these: {picks:?}"
+    );
+}
+
+#[test]
+fn another_rack_is_asked_only_for_what_the_own_has_not() {
+    let mut c = chooser(4);
+    c.add_peer(
+        0,
+        PeerTraits {
+            near: false,
+            ..traits(0, false)
+        },
+    );
+    c.add_peer(1, traits(1, false));
+    (0..4).for_each(|b| c.announce(0, b));
+    (0..2).for_each(|b| c.announce(1, b));
+    for p in drain(&mut c, 0) {
+        assert_eq!(p.peer == 1, p.block < 2, "{p:?}");
+    }
+}
+
+#[test]
+fn nodes_share_what_only_the_seed_has_among_them() {
+    // Three receivers that know each other: their first 60 choices at the seed are disjoint.
+    let names = ["x", "y", "z"];
+    let mut seen = HashSet::new();
+    for me in names {
+        let mut c = Chooser::new(hash_id(me), 300, BS);
+        c.add_peer(0, traits(0, true));
+        for (i, other) in names.iter().filter(|o| **o != me).enumerate() {
+            c.add_peer(
+                1 + i as u32,
+                PeerTraits {
+                    hash: hash_id(other),
+                    seed: false,
+                    near: true,
+                },
+            );
+        }
+        (0..300).for_each(|b| c.announce(0, b));
+        for i in 0..60 {
+            let pick = c.next(i).expect("the seed has it");
+            assert!(seen.insert(pick.block), "block {} is taken twice", pick.block);
+            c.delivered(0, pick.block, BS.into(), i);
+            c.obtained(pick.block);
+        }
+    }
+}
+
+#[test]
+fn a_declined_block_is_asked_elsewhere_or_later() {
+    let mut c = chooser(1);
+    c.add_peer(0, traits(0, true));
+    c.add_peer(1, traits(1, false));
+    c.announce(0, 0);
+    assert_eq!(
+        c.next(0),
+        Some(Pick {
+            peer: 0,
+            block: 0,
+            unless_sent: true
+        })
+    );
+    assert_eq!(c.next(0), None);
+    c.declined(0, 0, Decline::SentElsewhere, 10);
+    assert_eq!(c.next(20), None, "it is on its way to somebody");
+    c.announce(1, 0);
+    assert_eq!(c.next(30).map(|p| p.peer), Some(1));
+    c.declined(1, 0, Decline::NotHeld, 40);
+    assert_eq!(c.next(50), None);
+    assert_eq!(
+        c.next(10 + DEFER_US).map(|p| p.peer),
+        Some(0),
+        "nobody got it after all"
+    );
+}
+
+#[test]
+fn a_starved_node_may_have_a_second_copy() {
+    let mut c = chooser(4);
+    c.add_peer(0, traits(0, true));
+    c.add_peer(1, traits(1, false));
+    (0..4).for_each(|b| (0..2).for_each(|p| c.announce(p, b)));
+    let first = drain(&mut c, 0);
+    assert!(first.iter().all(|p| p.peer == 1));
+    for p in first {
+        c.declined(1, p.block, Decline::Busy, 10);
+    }
+    assert_eq!(c.next(11), None, "1 is busy, the seed is not for second copies");
+    // Still busy (it declines again and again).
+    let mut now = 11;
+    while now < STARVED_US + 11 {
+        now += BUSY_US;
+        for p in drain(&mut c, now) {
+            assert_eq!(p.peer, 1);
+            c.declined(1, p.block, Decline::Busy, now);
+        }
+    }
+    c.peers.get_mut(&1).unwrap().busy_until_us = u64::MAX;
+    assert_eq!(c.next(now + 1), None);
+    let pick = c.next(now + 1 + STARVED_US).expect("starved");
+    assert_eq!((pick.peer, pick.unless_sent), (0, false));
+}
+
+#[test]
+fn a_stalled_peer_is_passed_over_until_it_delivers() {
+    let mut c = chooser(2);
+    c.add_peer(0, traits(0, false));
+    c.announce(0, 0);
+    c.announce(0, 1);
+    assert_eq!(drain(&mut c, 0).len(), 2);
+    assert_eq!(c.tick(STALL_US * 3), [], "nobody else has these");
+    c.add_peer(1, traits(1, false));
+    c.announce(1, 0);
+    let stalls = c.tick(STALL_US * 3);
+    assert_eq!(
+        stalls,
+        [Stall {
+            peer: 0,
+            cancel: vec![0],
+            drop: false
+        }]
+    );
+    assert_eq!(
+        c.next(STALL_US * 3),
+        Some(Pick {
+            peer: 1,
+            block: 0,
+            unless_sent: true
+        })
+    );
+    // The stalled one delivers after all: the other is told.
+    let d = c.delivered(0, 0, BS.into(), STALL_US * 3 + 1);
+    assert_eq!(
+        d,
+        Delivery {
+            wanted: true,
+            cancel: vec![1]
+        }
+    );
+    assert_eq!(c.holders[1], 1, "it counts again");
+    // The block that was canceled may arrive from 1, and is not wanted.
+    assert!(!c.delivered(1, 0, BS.into(), STALL_US * 3 + 2).wanted);
+}
+
+#[test]
+fn a_peer_that_stays_stalled_is_dropped() {
+    let mut c = chooser(1);
+    for n in 0..2 {
+        c.add_peer(n, traits(n, false));
+        c.announce(n, 0);
+    }
+    let first = c.next(0).unwrap();
+    assert_eq!(c.tick(STALL_US).len(), 1);
+    let drops = c.tick(STALL_US + STALL_DROP_US);
+    assert_eq!(
+        drops,
+        [Stall {
+            peer: first.peer,
+            cancel: vec![],
+            drop: true
+        }]
+    );
+    c.remove_peer(first.peer);
+    assert_ne!(c.next(STALL_US + STALL_DROP_US).unwrap().peer, first.peer);
+}
+
+#[test]
+fn endgame_asks_a_second_peer_for_late_blocks_only_and_rarely() {
+    let mut c = chooser(8);
+    for n in 0..4 {
+        c.add_peer(n, traits(n, false));
+        (0..8).for_each(|b| c.announce(n, b));
+    }
+    let first = drain(&mut c, 0);
+    assert_eq!(first.len(), 8);
+    assert_eq!(c.next(ENDGAME_AGE_US - 1), None, "nothing is late yet");
+    // Two peers are done; the others are late.
+    let (fast, slow): (Vec<Pick>, Vec<Pick>) = first.iter().partition(|p| p.peer < 2);
+    for p in &fast {
+        c.delivered(p.peer, p.block, BS.into(), 1000);
+        c.obtained(p.block);
+    }
+    let again = drain(&mut c, ENDGAME_AGE_US);
+    assert!(
+        !again.is_empty() && again.len() <= 2,
+        "one for each idle peer: {again:?}"
+    );
+    for p in &again {
+        assert!(p.peer < 2 && slow.iter().any(|s| s.block == p.block));
+    }
+    // The second wins: the first is told.
+    let won = again[0];
+    let lost = slow.iter().find(|s| s.block == won.block).unwrap();
+    assert_eq!(
+        c.delivered(won.peer, won.block, BS.into(), ENDGAME_AGE_US + 1)
+            .cancel,
+        [lost.peer]
+    );
+    assert!(c.duplicates() <= ENDGAME_MIN);
+}
+
+#[test]
+fn the_window_follows_the_path() {
+    let mut c = chooser(4000);
+    c.add_peer(0, traits(0, false));
+    (0..4000).for_each(|b| c.announce(0, b));
+    // 100 MB/s with 50 ms of latency: a block takes 2.6 ms on the wire, 19 are in flight.
+    let (mut now, mut wire_free, mut flying) = (0, 0, std::collections::VecDeque::new());
+    let mut most = 0;
+    while !c.whole() {
+        for p in drain(&mut c, now) {
+            wire_free = now.max(wire_free) + 2621;
+            flying.push_back((wire_free + 50_000, p.block));
+        }
+        most = most.max(flying.len());
+        let (at, block) = flying.pop_front().unwrap();
+        now = now.max(at);
+        assert!(c.delivered(0, block, BS.into(), now).wanted);
+        c.obtained(block);
+    }
+    assert!(most >= 20, "the window grew to {most}");
+    assert!(most <= 60, "the window grew to {most}");
+    let ideal = 4000 * 2621;
+    assert!(now < ideal * 11 / 10, "took {now} us, the wire alone {ideal}");
+}
+
+#[derive(Clone, Debug)]
+enum Op {
+    Add(u32, bool, bool),
+    Remove(u32),
+    Announce(u32, u32),
+    Retract(u32, u32),
+    Next,
+    Deliver(usize, bool),
+    Decline(usize, u8),
+    Lose(u32),
+    Pass(u64),
+}
+
+fn op() -> impl Strategy<Value = Op> {
+    prop_oneof![
+        1 => (0u32..6, any::<bool>(), any::<bool>()).prop_map(|(p, s, n)| Op::Add(p, s, n)),
+        1 => (0u32..6).prop_map(Op::Remove),
+        12 => (0u32..6, any::<u32>()).prop_map(|(p, b)| Op::Announce(p, b)),
+        2 => (0u32..6, any::<u32>()).prop_map(|(p, b)| Op::Retract(p, b)),
+        12 => Just(Op::Next),
+        6 => (any::<usize>(), prop::bool::weighted(0.9)).prop_map(|(i, ok)| Op::Deliver(i, ok)),
+        3 => (any::<usize>(), 0u8..4).prop_map(|(i, w)| Op::Decline(i, w)),
+        1 => any::<u32>().prop_map(Op::Lose),
+        2 => (0u64..4_000_000).prop_map(Op::Pass),
+    ]
+}
+
+proptest! {
+    #![proptest_config(ProptestConfig::with_cases(300))]
+
+    /// Whatever happens, in any order: only sensible requests, consistent counts, and in the end everything
+    /// that somebody has is fetched.
+    #[test]
+    fn any_history(blocks in 1u32..150, ops in prop::collection::vec(op(), 0..400)) {
+        let mut c = chooser(blocks);
+        let mut peers: BTreeMap<u32, (PeerTraits, BTreeSet<u32>)> = BTreeMap::new();
+        let mut open: Vec<Pick> = Vec::new();
+        let mut now = 0;
+        for op in ops {
+            now += 1;
+            match op {
+                Op::Add(p, seed, near) => {
+                    if let std::collections::btree_map::Entry::Vacant(e) = peers.entry(p) {
+                        let t = PeerTraits { near, ..traits(p, seed) };
+                        e.insert((t, BTreeSet::new()));
+                        c.add_peer(p, t);
+                    }
+                }
+                Op::Remove(p) => {
+                    c.remove_peer(p);
+                    peers.remove(&p);
+                    open.retain(|o| o.peer != p);
+                }
+                Op::Announce(p, b) => {
+                    c.announce(p, b % blocks);
+                    if let Some((_, has)) = peers.get_mut(&p) {
+                        has.insert(b % blocks);
+                    }
+                }
+                Op::Retract(p, b) => {
+                    c.retract(p, b % blocks);
+                    if let Some((_, has)) = peers.get_mut(&p) {
+                        has.remove(&(b % blocks));
+                    }
+                }
+                Op::Next => {
+                    if let Some(pick) = c.next(now) {
+                        prop_assert!(peers[&pick.peer].1.contains(&pick.block), "{pick:?}: it has it not");
+                        prop_assert!(!c.have.get(pick.block) && !c.verifying.get(pick.block));
+                        prop_assert!(!open.iter().any(|o| o.peer == pick.peer && o.block == pick.block));
+                        let copies = open.iter().filter(|o| o.block == pick.block && !c.peers[&o.peer].asked[&o.block].canceled).count();
+                        prop_assert!(copies <= 1, "{pick:?} is asked for {copies} times already");
+                        open.push(pick);
+                        prop_assert!(c.outstanding(pick.peer) <= c.window_max() as usize);
+                    }
+                }
+                Op::Deliver(i, ok) if !open.is_empty() => {
+                    let o = open.swap_remove(i % open.len());
+                    let d = c.delivered(o.peer, o.block, BS.into(), now);
+                    for other in &d.cancel {
+                        prop_assert!(open.iter().any(|p| p.peer == *other && p.block == o.block));
+                    }
+                    if d.wanted {
+                        if ok { c.obtained(o.block) } else { c.failed(o.block) }
+                    }
+                }
+                Op::Decline(i, why) if !open.is_empty() => {
+                    let o = open.swap_remove(i % open.len());
+                    let why = [Decline::NotHeld, Decline::Busy, Decline::SentElsewhere, Decline::Canceled][why as usize];
+                    c.declined(o.peer, o.block, why, now);
+                    if why == Decline::NotHeld {
+                        peers.get_mut(&o.peer).unwrap().1.remove(&o.block);
+                    }
+                }
+                Op::Lose(b) => {
+                    if c.have.get(b % blocks) {
+                        c.lost(b % blocks);
+                    }
+                }
+                Op::Pass(us) => {
+                    now += us;
+                    c.tick(now);
+                }
+                Op::Deliver(..) | Op::Decline(..) => {}
+            }
+            for b in 0..blocks {
+                let live = |f: &dyn Fn(&PeerTraits) -> bool| {
+                    peers.iter().filter(|(p, (t, has))| {
+                        has.contains(&b) && f(t) && c.peers[*p].stalled_since_us.is_none()
+                    }).count() as u16
+                };
+                prop_assert_eq!(c.holders[b as usize], live(&|_| true));
+                prop_assert_eq!(c.relays[b as usize], live(&|t| !t.seed));
+                prop_assert_eq!(c.near[b as usize], live(&|t| t.near));
+                let idle = !c.have.get(b) && !c.verifying.get(b) && !c.asked.contains_key(&b);
+                prop_assert_eq!(c.wanted.get(b), idle, "block {}", b);
+            }
+        }
+        // From here everybody behaves: it ends, with all that anybody has.
+        let reachable: BTreeSet<u32> =
+            peers.values().flat_map(|(_, has)| has.iter().copied()).chain(c.have.iter()).collect();
+        for _ in 0..20_000 {
+            now += 10_000;
+            if reachable.iter().all(|b| c.have.get(*b)) {
+                break;
+            }
+            for stall in c.tick(now) {
+                prop_assert!(!stall.drop || c.peers.len() > 1);
+            }
+            open.extend(std::iter::from_fn(|| c.next(now)));
+            for o in std::mem::take(&mut open) {
+                if c.delivered(o.peer, o.block, BS.into(), now).wanted {
+                    c.obtained(o.block);
+                }
+            }
+        }
+        prop_assert!(reachable.iter().all(|b| c.have.get(*b)), "stuck: {:?}", c);
+    }
+}

@@ -34,6 +34,8 @@ mod repair;
 pub mod sent;
 mod serve;
 #[cfg(test)]
+mod simulation;
+#[cfg(test)]
 mod tests;
 pub mod words;
 
@@ -73,6 +75,9 @@ pub struct SwarmConfig {
     pub rack: Option<String>,
     /// First penalty of a peer that sent bad bytes; quadruples each time.
     pub penalty: Duration,
+    /// Breaks the rule that everything is verified, to see that the tests notice.
+    #[cfg(test)]
+    pub trust_anything: bool,
 }
 
 impl Default for SwarmConfig {
@@ -84,6 +89,8 @@ impl Default for SwarmConfig {
             max_writers: (2 * cores).clamp(4, 32),
             rack: None,
             penalty: Duration::from_secs(30),
+            #[cfg(test)]
+            trust_anything: false,
         }
     }
 }

@@ -161,6 +161,11 @@ impl Server {
         }
     }
 
+    /// How many connections are open.
+    pub(super) fn connected(&self) -> usize {
+        self.nodes.lock().values().sum()
+    }
+
     fn now_ms(&self) -> u64 {
         self.started.elapsed().as_millis() as u64
     }

@@ -16,23 +16,9 @@ const BLOCK: u32 = 256 << 10;
 /// Longest time that any awaited event may take; only ever reached by a test that fails.
 const PATIENCE: Duration = Duration::from_secs(60);
 
-/// Bytes that differ everywhere, from a counter.
-fn content(seed: u64, len: usize) -> Vec<u8> {
-    let mut out = Vec::with_capacity(len + 32);
-    let mut n = seed << 32;
-    while out.len() < len {
-        out.extend_from_slice(Digest::sha256(&n.to_be_bytes()).as_bytes());
-        n += 1;
-    }
-    out.truncate(len);
-    // SHA-256 for every 32 bytes is slow in a debug build; repeat a page with a mark per block instead.
-    out
-}
-
-/// A file's bytes: one page repeated, every 4 KiB marked with its number.
+/// A file's bytes: every 4 KiB marked with its number, so that no two blocks of any two files are equal.
 fn file_bytes(seed: u64, len: usize) -> Vec<u8> {
-    let page = content(seed, 4096.min(len.max(1)));
-    let mut out: Vec<u8> = page.iter().copied().cycle().take(len).collect();
+    let mut out: Vec<u8> = (0..len).map(|i| (i * 31 / 7) as u8).collect();
     for (i, chunk) in out.chunks_mut(4096).enumerate() {
         let mark = (i as u64 + (seed << 40)).to_be_bytes();
         let n = chunk.len().min(8);
@@ -323,4 +309,485 @@ async fn two_nodes_whole_transfer() {
     finish(c.fetch(&peers, &seal_rx).0).await.unwrap();
     c.assert_equals(&bytes);
     drop((b.store, b.dir));
+}
+
+/// A model of `blocks` whole blocks in one file.
+fn model_of(blocks: u32) -> (Arc<Manifest>, Vec<Vec<u8>>, Seal) {
+    let m = manifest(&[("model.bin", (blocks * BLOCK) as usize)]);
+    let bytes = model_bytes(&m, 7);
+    let seal = seal_of(&m, &bytes);
+    (m, bytes, seal)
+}
+
+fn sealed(seal: Option<Seal>) -> (watch::Sender<Option<Seal>>, watch::Receiver<Option<Seal>>) {
+    watch::channel(seal)
+}
+
+#[tokio::test(flavor = "multi_thread", worker_threads = 2)]
+async fn relay_to_a_node_that_never_sees_the_seed() {
+    let (m, bytes, seal) = small_model();
+    let (a, b, c) = (
+        Node::start("a", &m).await,
+        Node::start("b", &m).await,
+        Node::start("c", &m).await,
+    );
+    let (_p, from_a) = watch::channel(vec![a.peer(true)]);
+    let (_q, from_b) = watch::channel(vec![b.peer(false)]);
+    let (_s, seal_rx) = sealed(Some(seal));
+    let (at_c, _) = c.fetch(&from_b, &seal_rx);
+    let (at_b, _) = b.fetch(&from_a, &seal_rx);
+    // One block at the seed reaches the end of the chain while the seed has nothing else.
+    a.fill(&bytes, [5]);
+    c.wait_for("the first block", |x| x.has(5)).await;
+    assert_eq!(c.artifact.have_count(), 1);
+    a.fill(&bytes, a.all());
+    finish(at_b).await.unwrap();
+    finish(at_c).await.unwrap();
+    c.assert_equals(&bytes);
+    assert_eq!(
+        a.swarm.stats().uploaded_blocks.load(Ordering::Relaxed),
+        u64::from(a.artifact.blocks().len())
+    );
+}
+
+#[tokio::test(flavor = "multi_thread", worker_threads = 2)]
+async fn replication_goes_on_while_the_seed_receives_and_waits_for_the_seal() {
+    let (m, bytes, seal) = model_of(40);
+    let a = Node::start("a", &m).await;
+    let (b, c) = (Node::start("b", &m).await, Node::start("c", &m).await);
+    let (_p, peers) = watch::channel(vec![a.peer(true), b.peer(false), c.peer(false)]);
+    let (seal_tx, seal_rx) = sealed(None);
+    let (at_b, _) = b.fetch(&peers, &seal_rx);
+    let (at_c, _) = c.fetch(&peers, &seal_rx);
+    for block in 0..40 {
+        a.fill(&bytes, [block]);
+        if block % 8 == 0 {
+            b.wait_for("an early block", |x| x.has(block)).await;
+            c.wait_for("an early block", |x| x.has(block)).await;
+            assert!(a.artifact.have_count() < 40 && !at_b.is_finished());
+        }
+    }
+    b.wait_for("everything", |x| x.have_count() == 40).await;
+    c.wait_for("everything", |x| x.have_count() == 40).await;
+    // Whole, but nothing is proven before the seal.
+    assert!(!at_b.is_finished() && !at_c.is_finished());
+    seal_tx.send_replace(Some(seal));
+    finish(at_b).await.unwrap();
+    finish(at_c).await.unwrap();
+    b.assert_equals(&bytes);
+    c.assert_equals(&bytes);
+    let out = a.swarm.stats().uploaded_blocks.load(Ordering::Relaxed);
+    assert!(out <= 44, "{out} blocks left the seed, 40 are needed");
+}
+
+#[tokio::test(flavor = "multi_thread", worker_threads = 2)]
+async fn six_nodes_and_one_copy_out_of_the_seed() {
+    let (m, bytes, seal) = model_of(100);
+    let a = Node::start("a", &m).await;
+    a.fill(&bytes, a.all());
+    let mut nodes = Vec::new();
+    for i in 0..6 {
+        nodes.push(Node::start(&format!("n{i}"), &m).await);
+    }
+    let all: Vec<_> = std::iter::once(a.peer(true))
+        .chain(nodes.iter().map(|n| n.peer(false)))
+        .collect();
+    let (_p, peers) = watch::channel(all);
+    let (_s, seal_rx) = sealed(Some(seal));
+    let tasks: Vec<_> = nodes.iter().map(|n| n.fetch(&peers, &seal_rx).0).collect();
+    for task in tasks {
+        finish(task).await.unwrap();
+    }
+    for n in &nodes {
+        n.assert_equals(&bytes);
+        let (fetched, refetched) = n.counters.load();
+        assert!(
+            fetched <= m.total_size_bytes * 105 / 100,
+            "{}: fetched {fetched}, refetched {refetched}",
+            n.node_id
+        );
+    }
+    let out = a.swarm.stats().uploaded_blocks.load(Ordering::Relaxed);
+    assert!(out <= 110, "{out} blocks left the seed, 100 are needed");
+}
+
+/// One corrupt peer and one good one, neither the seed. Gives the receiver when it has everything, the corrupt
+/// peer, what it should have, and how the fetch ended.
+async fn with_a_corrupt_peer(
+    trust_anything: bool,
+) -> (Node, Node, Vec<Vec<u8>>, Option<Result<(), TaskFailure>>) {
+    let (m, bytes, seal) = model_of(12);
+    let (bad, good) = (Node::start("bad", &m).await, Node::start("good", &m).await);
+    bad.fill(&bytes, bad.all());
+    good.fill(&bytes, good.all());
+    bad.rot("model.bin");
+    let options = Options {
+        config: SwarmConfig {
+            trust_anything,
+            ..Default::default()
+        },
+        ..Default::default()
+    };
+    let b = Node::start_with("b", &m, options).await;
+    let (peers_tx, peers) = watch::channel(vec![bad.peer(false)]);
+    // Without verification and with a seal, the repair would heal the damage (and fetch it again, for ever).
+    let (_s, seal_rx) = sealed((!trust_anything).then_some(seal));
+    let (task, _) = b.fetch(&peers, &seal_rx);
+    // First the bad one alone, so that it is surely asked.
+    let seen = async {
+        while b.bad.lock().is_empty() && b.artifact.have_count() == 0 {
+            tokio::task::yield_now().await;
+        }
+    };
+    tokio::time::timeout(PATIENCE, seen)
+        .await
+        .expect("the bad peer is asked");
+    peers_tx.send_replace(vec![bad.peer(false), good.peer(false)]);
+    if trust_anything {
+        b.wait_for("everything", |x| x.have_count() == 12).await;
+        return (b, bad, bytes, None);
+    }
+    let outcome = Some(finish(task).await);
+    (b, bad, bytes, outcome)
+}
+
+#[tokio::test(flavor = "multi_thread", worker_threads = 2)]
+async fn a_corrupt_peer_is_reported_and_left() {
+    let (b, bad, bytes, outcome) = with_a_corrupt_peer(false).await;
+    outcome.expect("it ends").unwrap();
+    b.assert_equals(&bytes);
+    let reports = b.bad.lock().clone();
+    assert_eq!(reports.len(), 1, "{reports:?}");
+    assert_eq!(reports[0].node_id, bad.node_id);
+    assert!(reports[0].reason.contains("announced"), "{reports:?}");
+    // What it had sent before it was left is all that came in vain: the start window.
+    let (fetched, _) = b.counters.load();
+    let vain = fetched - b.artifact.blocks().total_bytes();
+    assert!(vain <= 4 * u64::from(BLOCK), "{vain} bytes in vain");
+}
+
+/// The checks of the test above are able to fail: without verification the damage gets in.
+#[tokio::test(flavor = "multi_thread", worker_threads = 2)]
+async fn without_verification_the_corrupt_peer_gets_through() {
+    let (b, bad, bytes, _) = with_a_corrupt_peer(true).await;
+    assert!(
+        !b.bad.lock().iter().any(|r| r.node_id == bad.node_id),
+        "nobody noticed"
+    );
+    let damaged = b.all().any(|block| {
+        let r = b.artifact.blocks().locate(block).unwrap();
+        let want = &bytes[0][r.offset as usize..r.offset as usize + r.len as usize];
+        b.artifact.read_block(block).is_ok_and(|got| got != want)
+    });
+    assert!(damaged, "wrong bytes are held");
+    assert_ne!(
+        b.artifact.seal_if_whole(),
+        Some(seal_of(b.artifact.manifest(), &bytes)),
+        "the seal would not hold"
+    );
+}
+
+#[tokio::test(flavor = "multi_thread", worker_threads = 2)]
+async fn lies_before_the_seal_are_repaired_at_the_seal() {
+    let (m, bytes, seal) = model_of(12);
+    let lies = model_bytes(&m, 99);
+    let (liar, good, b) = (
+        Node::start("liar", &m).await,
+        Node::start("good", &m).await,
+        Node::start("b", &m).await,
+    );
+    // The liar is consistent: it has other content, with matching digests.
+    liar.fill(&lies, [0, 3, 4, 11]);
+    good.fill(&bytes, good.all());
+    let (peers_tx, peers) = watch::channel(vec![liar.peer(false)]);
+    let (seal_tx, seal_rx) = sealed(None);
+    let (task, _) = b.fetch(&peers, &seal_rx);
+    b.wait_for("the lies", |x| x.have_count() == 4).await;
+    peers_tx.send_replace(vec![liar.peer(false), good.peer(false)]);
+    b.wait_for("everything", |x| x.have_count() == 12).await;
+    assert!(b.artifact.seal_if_whole() != Some(seal));
+    seal_tx.send_replace(Some(seal));
+    finish(task).await.unwrap();
+    b.assert_equals(&bytes);
+    assert_eq!(b.artifact.seal_if_whole(), Some(seal));
+    assert_eq!(
+        b.counters.load(),
+        (16 * u64::from(BLOCK), 4 * u64::from(BLOCK)),
+        "the four blocks, again"
+    );
+}
+
+#[tokio::test(flavor = "multi_thread", worker_threads = 2)]
+async fn the_seeds_word_beats_a_liar() {
+    let (m, bytes, seal) = model_of(6);
+    let lies = model_bytes(&m, 99);
+    let (liar, seed, b) = (
+        Node::start("liar", &m).await,
+        Node::start("seed", &m).await,
+        Node::start("b", &m).await,
+    );
+    liar.fill(&lies, liar.all());
+    seed.fill(&bytes, seed.all());
+    // The seed is known from the start, but has nothing to say yet where it is not connected: so connect it first.
+    let (peers_tx, peers) = watch::channel(vec![seed.peer(true)]);
+    let (_s, seal_rx) = sealed(None);
+    let (task, cancel) = b.fetch(&peers, &seal_rx);
+    b.wait_for("a block", |x| x.have_count() > 0).await;
+    peers_tx.send_replace(vec![seed.peer(true), liar.peer(false)]);
+    b.wait_for("everything", |x| x.have_count() == 6).await;
+    b.assert_equals(&bytes);
+    assert_eq!(b.artifact.seal_if_whole(), Some(seal));
+    cancel.cancel();
+    assert!(finish(task).await.unwrap_err().is_canceled());
+}
+
+#[tokio::test(flavor = "multi_thread", worker_threads = 2)]
+async fn a_list_that_does_not_reproduce_the_seal_is_refused_until_a_right_one_comes() {
+    let (m, bytes, seal) = model_of(5);
+    let lies = model_bytes(&m, 99);
+    let (liar, good, b) = (
+        Node::start("liar", &m).await,
+        Node::start("good", &m).await,
+        Node::start("b", &m).await,
+    );
+    liar.fill(&lies, liar.all());
+    let (peers_tx, peers) = watch::channel(vec![liar.peer(true)]);
+    let (_s, seal_rx) = sealed(Some(seal));
+    let (task, _) = b.fetch(&peers, &seal_rx);
+    b.wait_for("the lies", |x| x.have_count() == 5).await;
+    assert!(!task.is_finished(), "a wrong root is no success");
+    good.fill(&bytes, good.all());
+    peers_tx.send_replace(vec![liar.peer(true), good.peer(false)]);
+    finish(task).await.unwrap();
+    b.assert_equals(&bytes);
+}
+
+#[tokio::test(flavor = "multi_thread", worker_threads = 2)]
+async fn a_peer_killed_in_the_middle_is_replaced() {
+    let (m, bytes, seal) = model_of(60);
+    let (mut a, c, b) = (
+        Node::start("a", &m).await,
+        Node::start("c", &m).await,
+        Node::start("b", &m).await,
+    );
+    a.fill(&bytes, 0..30);
+    c.fill(&bytes, 30..60);
+    let (_p, peers) = watch::channel(vec![a.peer(true), c.peer(false)]);
+    let (_s, seal_rx) = sealed(Some(seal));
+    let (task, _) = b.fetch(&peers, &seal_rx);
+    b.wait_for("the middle", |x| x.have_count() >= 20).await;
+    a.kill().await;
+    c.fill(&bytes, 0..30);
+    finish(task).await.unwrap();
+    b.assert_equals(&bytes);
+    assert!(b.bad.lock().is_empty(), "to die is not to be bad");
+}
+
+#[tokio::test(flavor = "multi_thread", worker_threads = 2)]
+async fn a_peer_that_comes_back_is_dialled_again() {
+    let (m, bytes, seal) = model_of(20);
+    let (mut a, b) = (Node::start("a", &m).await, Node::start("b", &m).await);
+    a.fill(&bytes, 0..10);
+    let (_p, peers) = watch::channel(vec![a.peer(true)]);
+    let (_s, seal_rx) = sealed(Some(seal));
+    let (task, _) = b.fetch(&peers, &seal_rx);
+    b.wait_for("the first half", |x| x.have_count() == 10).await;
+    a.kill().await;
+    a.fill(&bytes, 10..20);
+    let listener = TcpListener::bind(a.address).await.unwrap();
+    let (server, token) = (a.swarm.clone(), CancellationToken::new());
+    tokio::spawn(async move { server.serve(listener, token).await });
+    finish(task).await.unwrap();
+    b.assert_equals(&bytes);
+    assert_eq!(b.counters.load(), (m.total_size_bytes, 0));
+}
+
+#[tokio::test(flavor = "multi_thread", worker_threads = 2)]
+async fn strangers_are_refused() {
+    let (m, bytes, _) = model_of(2);
+    let a = Node::start("a", &m).await;
+    a.fill(&bytes, a.all());
+    let try_with = async |options: Options| {
+        let x = Node::start_with("x", &m, options).await;
+        let hello = x.swarm.inner.hello.clone();
+        let tcp = Tcp::new(hello);
+        let dialled = tcp.connect(&a.peer(true), Arc::default()).await;
+        dialled.expect_err("must be refused").to_string()
+    };
+    let e = try_with(Options {
+        secret: None,
+        ..Default::default()
+    })
+    .await;
+    assert!(e.contains("secret_required"), "{e}");
+    let e = try_with(Options {
+        secret: Some("another secret than that"),
+        ..Default::default()
+    })
+    .await;
+    assert!(e.contains("wrong_secret"), "{e}");
+    let e = try_with(Options {
+        cluster: "other",
+        ..Default::default()
+    })
+    .await;
+    assert!(e.contains("wrong_cluster"), "{e}");
+    // Another node than the one named, and oneself under another name.
+    let b = Node::start("b", &m).await;
+    let tcp = Tcp::new(b.swarm.inner.hello.clone());
+    let stale = PeerAddress {
+        node_id: "gone:25001".into(),
+        ..a.peer(true)
+    };
+    let e = tcp
+        .connect(&stale, Arc::default())
+        .await
+        .expect_err("another node")
+        .to_string();
+    assert!(e.contains("a:25001") && e.contains("out of date"), "{e}");
+    let e = tcp
+        .connect(&b.peer(true), Arc::default())
+        .await
+        .expect_err("itself")
+        .to_string();
+    assert!(e.contains("b:25001"), "{e}");
+}
+
+#[tokio::test(flavor = "multi_thread", worker_threads = 2)]
+async fn uploads_and_buffers_are_bounded() {
+    let (m, bytes, seal) = model_of(160);
+    let config = SwarmConfig {
+        max_uploads: 1,
+        buffer_bytes: 8 << 20,
+        ..Default::default()
+    };
+    let a = Node::start_with(
+        "a",
+        &m,
+        Options {
+            config: config.clone(),
+            ..Default::default()
+        },
+    )
+    .await;
+    a.fill(&bytes, a.all());
+    let mut nodes = Vec::new();
+    for i in 0..3 {
+        let options = Options {
+            config: config.clone(),
+            ..Default::default()
+        };
+        nodes.push(Node::start_with(&format!("n{i}"), &m, options).await);
+    }
+    let (_p, peers) = watch::channel(vec![a.peer(false)]);
+    let (_s, seal_rx) = sealed(Some(seal));
+    let tasks: Vec<_> = nodes.iter().map(|n| n.fetch(&peers, &seal_rx).0).collect();
+    let whole = (8 << 20) / BUDGET_UNIT_BYTES as usize;
+    for task in tasks {
+        finish(task).await.unwrap();
+    }
+    assert_eq!(a.swarm.stats().uploads_peak.load(Ordering::Relaxed), 1);
+    for n in &nodes {
+        n.assert_equals(&bytes);
+        // All that was reserved came back; more than the budget cannot be reserved (a semaphore).
+        assert_eq!(n.swarm.inner.budget.available_permits(), whole);
+    }
+}
+
+#[tokio::test(flavor = "multi_thread", worker_threads = 2)]
+async fn a_budget_that_others_hold_delays_and_does_not_stop() {
+    let (m, bytes, seal) = model_of(4);
+    let (a, b) = (Node::start("a", &m).await, Node::start("b", &m).await);
+    a.fill(&bytes, a.all());
+    let budget = b.swarm.inner.budget.clone();
+    let held = budget
+        .clone()
+        .acquire_many_owned(budget.available_permits() as u32)
+        .await
+        .unwrap();
+    let (_p, peers) = watch::channel(vec![a.peer(true)]);
+    let (_s, seal_rx) = sealed(Some(seal));
+    let (task, _) = b.fetch(&peers, &seal_rx);
+    // It is connected (the server knows it), and asks for nothing.
+    let connected = async {
+        while a.swarm.inner.server.connected() == 0 {
+            tokio::task::yield_now().await;
+        }
+    };
+    tokio::time::timeout(PATIENCE, connected).await.unwrap();
+    assert_eq!(b.counters.load().0, 0);
+    drop(held);
+    finish(task).await.unwrap();
+    b.assert_equals(&bytes);
+}
+
+#[tokio::test(flavor = "multi_thread", worker_threads = 2)]
+async fn a_follower_may_get_its_order_before_its_peer_does() {
+    let (m, bytes, seal) = model_of(4);
+    let (a, b) = (Node::start("a", &m).await, Node::start("b", &m).await);
+    // The peer has not heard of the model yet.
+    let (store, model) = (a.store.clone(), m.model.clone());
+    tokio::task::spawn_blocking(move || store.remove_staging(&model).unwrap())
+        .await
+        .unwrap();
+    let (_p, peers) = watch::channel(vec![a.peer(true)]);
+    let (_s, seal_rx) = sealed(Some(seal));
+    let (task, _) = b.fetch(&peers, &seal_rx);
+    let connected = async {
+        while a.swarm.inner.server.connected() == 0 {
+            tokio::task::yield_now().await;
+        }
+    };
+    tokio::time::timeout(PATIENCE, connected).await.unwrap();
+    let (store, manifest) = (a.store.clone(), m.clone());
+    let artifact = tokio::task::spawn_blocking(move || {
+        let model = manifest.model.clone();
+        store.begin(NewArtifact {
+            model,
+            generation: 1,
+            manifest,
+            block_size: BLOCK,
+            algorithm: Algorithm::Blake3,
+        })
+    });
+    let artifact = artifact.await.unwrap().unwrap();
+    let a = Node { artifact, ..a };
+    a.fill(&bytes, a.all());
+    finish(task).await.unwrap();
+    b.assert_equals(&bytes);
+}
+
+#[tokio::test(flavor = "multi_thread", worker_threads = 2)]
+async fn an_empty_model_waits_for_its_seal_only() {
+    let m = manifest(&[("empty", 0)]);
+    let seal = seal_of(&m, &[vec![]]);
+    let b = Node::start("b", &m).await;
+    let (_p, peers) = watch::channel(vec![]);
+    let (seal_tx, seal_rx) = sealed(None);
+    let (task, _) = b.fetch(&peers, &seal_rx);
+    seal_tx.send_replace(Some(seal));
+    finish(task).await.unwrap();
+}
+
+#[tokio::test(flavor = "multi_thread", worker_threads = 2)]
+async fn local_reasons_end_a_fetch() {
+    let (m, _, seal) = model_of(2);
+    let b = Node::start("b", &m).await;
+    let (_p, peers) = watch::channel(vec![]);
+    // A seal that this order cannot reproduce.
+    let (_s, wrong) = sealed(Some(Seal {
+        block_size_bytes: 2 * BLOCK,
+        ..seal
+    }));
+    let e = finish(b.fetch(&peers, &wrong).0).await.unwrap_err();
+    assert_eq!((e.code.as_str(), e.retryable), ("seal_mismatch", false), "{e}");
+    // Staging that goes away.
+    let (_s, seal_rx) = sealed(Some(seal));
+    let (task, _) = b.fetch(&peers, &seal_rx);
+    let (store, model) = (b.store.clone(), m.model.clone());
+    tokio::task::spawn_blocking(move || store.remove_staging(&model).unwrap())
+        .await
+        .unwrap();
+    let e = finish(task).await.unwrap_err();
+    assert_eq!((e.code.as_str(), e.retryable), ("staging_closed", true), "{e}");
 }

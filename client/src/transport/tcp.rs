@@ -1,7 +1,7 @@
 //! Blocks over TCP: `sendfile` on the sender, one read straight into the block's buffer on the receiver.
 //!
-//! `sendfile` may wait for the disk, so that it runs on a blocking thread; the swarm bounds how many blocks
-//! are being sent at once, and with it these threads.
+//! `sendfile` may wait for the disk, so that it runs on a blocking thread, which it holds only while the socket
+//! takes bytes; the swarm bounds how many blocks are being sent at once, and with it these threads.
 
 use super::{
     BlockGate, BlockSource, ConnectError, Connection, Frame, FrameReceiver, FrameSender, NO_PROGRESS_TIMEOUT,
@@ -20,7 +20,6 @@ use tokio::{
         TcpStream,
         tcp::{OwnedReadHalf, OwnedWriteHalf},
     },
-    runtime::Handle,
     time::timeout,
 };
 
@@ -136,22 +135,29 @@ impl TcpSender {
         Ok(())
     }
 
-    async fn block(&mut self, id: u64, block: Box<dyn BlockSource>) -> io::Result<Sent> {
+    async fn block(&mut self, id: u64, source: Box<dyn BlockSource>) -> io::Result<Sent> {
         let half = self.half.take().ok_or(io::ErrorKind::NotConnected)?;
-        let sent = tokio::task::spawn_blocking(move || {
-            let result = match block.open() {
-                Ok((file, offset, len)) => {
-                    send_file(half.as_ref(), id, &file, offset, len).map(|()| Sent::Done)
+        let mut upload = Upload {
+            half,
+            id,
+            source,
+            open: None,
+        };
+        loop {
+            let pushed = tokio::task::spawn_blocking(move || {
+                let result = upload.push();
+                (upload, result)
+            });
+            let result;
+            (upload, result) = pushed.await.map_err(io::Error::other)?;
+            match result? {
+                Pushed::Full => progress(upload.half.writable()).await?,
+                Pushed::Done(sent) => {
+                    self.half = Some(upload.half);
+                    return Ok(sent);
                 }
-                Err(e) => Ok(Sent::Unreadable(e)),
-            };
-            (half, result)
-        });
-        let (half, result) = sent.await.map_err(io::Error::other)?;
-        if result.is_ok() {
-            self.half = Some(half);
+            }
         }
-        result
     }
 }
 
@@ -164,45 +170,96 @@ impl FrameSender for TcpSender {
     }
 }
 
-/// Header and block, from the page cache to the socket without a copy through this process. Blocking.
-fn send_file(socket: &TcpStream, id: u64, file: &std::fs::File, offset: u64, len: u32) -> io::Result<()> {
-    let header = Header {
-        kind: Kind::Block,
-        len,
-        id,
-    }
-    .encode();
-    let mut rest = &header[..];
-    while !rest.is_empty() {
-        // MORE: header and first bytes of the block share a segment.
-        let n = when_writable(socket, || {
-            rustix::net::send(socket, rest, SendFlags::MORE | SendFlags::NOSIGNAL)
-        })?;
-        rest = &rest[n..];
-    }
-    let mut at = offset;
-    let end = offset + u64::from(len);
-    while at < end {
-        let rest = (end - at) as usize;
-        let sent = when_writable(socket, || rustix::fs::sendfile(socket, file, Some(&mut at), rest))?;
-        if sent == 0 {
-            let what = "the file became shorter while a block of it was sent";
-            return Err(io::Error::new(io::ErrorKind::UnexpectedEof, what));
-        }
-    }
-    Ok(())
+/// A block on its way out. What waits for the disk runs on a blocking thread ([`Upload::push`]), what waits
+/// for the receiver does not hold one.
+struct Upload {
+    half: OwnedWriteHalf,
+    id: u64,
+    source: Box<dyn BlockSource>,
+    open: Option<Open>,
 }
 
-/// Repeats `call` until it neither is interrupted nor would block. Blocking; the runtime's reactor does the
-/// waiting. A socket that takes nothing for [`NO_PROGRESS_TIMEOUT`] fails.
-fn when_writable<T>(socket: &TcpStream, mut call: impl FnMut() -> Result<T, Errno>) -> io::Result<T> {
+struct Open {
+    file: Arc<std::fs::File>,
+    header: [u8; HEADER_BYTES],
+    header_sent: usize,
+    at: u64,
+    end: u64,
+}
+
+enum Pushed {
+    /// The socket takes no more for now.
+    Full,
+    Done(Sent),
+}
+
+impl Upload {
+    /// Sends what the socket takes: the header, then the block from the page cache without a copy through
+    /// this process. Blocking.
+    fn push(&mut self) -> io::Result<Pushed> {
+        if self.open.is_none() {
+            let (file, offset, len) = match self.source.open() {
+                Ok(opened) => opened,
+                Err(e) => return Ok(Pushed::Done(Sent::Unreadable(e))),
+            };
+            let header = Header {
+                kind: Kind::Block,
+                len,
+                id: self.id,
+            }
+            .encode();
+            self.open = Some(Open {
+                file,
+                header,
+                header_sent: 0,
+                at: offset,
+                end: offset + u64::from(len),
+            });
+        }
+        let open = self.open.as_mut().expect("just set");
+        let socket: &TcpStream = self.half.as_ref();
+        let full = loop {
+            let rest = &open.header[open.header_sent..];
+            let step = if rest.is_empty() {
+                let left = (open.end - open.at) as usize;
+                if left == 0 {
+                    break false;
+                }
+                let sent = attempt(socket, || {
+                    rustix::fs::sendfile(socket, &open.file, Some(&mut open.at), left)
+                })?;
+                if sent == Some(0) {
+                    let what = "the file became shorter while a block of it was sent";
+                    return Err(io::Error::new(io::ErrorKind::UnexpectedEof, what));
+                }
+                sent
+            } else {
+                // MORE: header and first bytes of the block share a segment.
+                let flags = SendFlags::MORE | SendFlags::NOSIGNAL;
+                let sent = attempt(socket, || rustix::net::send(socket, rest, flags))?;
+                open.header_sent += sent.unwrap_or(0);
+                sent
+            };
+            if step.is_none() {
+                break true;
+            }
+        };
+        Ok(if full {
+            Pushed::Full
+        } else {
+            Pushed::Done(Sent::Done)
+        })
+    }
+}
+
+/// Calls until not interrupted; `None` if it would block.
+fn attempt<T>(socket: &TcpStream, mut call: impl FnMut() -> Result<T, Errno>) -> io::Result<Option<T>> {
     loop {
         match socket.try_io(Interest::WRITABLE, || call().map_err(io::Error::from)) {
-            Err(e) if e.kind() == io::ErrorKind::WouldBlock => {
-                Handle::current().block_on(progress(socket.writable()))?;
-            }
+            Ok(done) => return Ok(Some(done)),
+            Err(e) if e.kind() == io::ErrorKind::WouldBlock => return Ok(None),
             Err(e) if e.kind() == io::ErrorKind::Interrupted => {}
-            done => return done,
+            Err(e) => return Err(e),
         }
     }
 }
@@ -281,4 +338,142 @@ async fn read_exactly(half: &mut (impl AsyncRead + Unpin), into: &mut Vec<u8>, l
         }
     }
     Ok(())
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+    use std::io::Write;
+
+    fn hello(node: &str) -> HelloConfig {
+        HelloConfig {
+            cluster_id: "test".into(),
+            secret: None,
+            node_id: node.into(),
+            instance_id: format!("disk of {node}"),
+            software: "test".into(),
+            features: 0,
+        }
+    }
+
+    async fn pair() -> (Connection, Connection) {
+        let listener = tokio::net::TcpListener::bind("127.0.0.1:0").await.unwrap();
+        let peer = PeerAddress {
+            node_id: "b:1".into(),
+            data_address: listener.local_addr().unwrap().to_string(),
+            transports: vec![],
+            labels: Default::default(),
+            seed: false,
+        };
+        let tcp = Tcp::new(Arc::new(hello("a:1")));
+        let accepting = async {
+            let (stream, _) = listener.accept().await.unwrap();
+            accept(stream, &hello("b:1"), Arc::default()).await.unwrap()
+        };
+        let (dialled, accepted) = tokio::join!(tcp.connect(&peer, Arc::default()), accepting);
+        (dialled.unwrap(), accepted)
+    }
+
+    struct Part(Arc<std::fs::File>, u64, u32);
+
+    impl BlockSource for Part {
+        fn open(&self) -> io::Result<(Arc<std::fs::File>, u64, u32)> {
+            Ok((self.0.clone(), self.1, self.2))
+        }
+    }
+
+    struct Missing;
+
+    impl BlockSource for Missing {
+        fn open(&self) -> io::Result<(Arc<std::fs::File>, u64, u32)> {
+            Err(io::ErrorKind::NotFound.into())
+        }
+    }
+
+    struct Due(u64, u32);
+
+    impl BlockGate for Due {
+        fn due(&self, id: u64) -> Option<u32> {
+            (id == self.0).then_some(self.1)
+        }
+    }
+
+    fn file(bytes: &[u8]) -> Arc<std::fs::File> {
+        let mut file = tempfile::tempfile().unwrap();
+        file.write_all(bytes).unwrap();
+        Arc::new(file)
+    }
+
+    #[tokio::test]
+    async fn the_largest_block_between_two_control_messages() {
+        const LEN: usize = 4 << 20;
+        let bytes: Vec<u8> = (0..LEN + 100).map(|i| (i * 31 / 7) as u8).collect();
+        let source = file(&bytes);
+        let (a, b) = pair().await;
+        let (mut sender, mut receiver) = (a.sender, b.receiver);
+        let sending = async {
+            sender.send_control(Bytes::from_static(b"before")).await.unwrap();
+            let missing = sender.send_block(1, Box::new(Missing)).await.unwrap();
+            assert!(
+                matches!(missing, Sent::Unreadable(_)),
+                "nothing went out, the connection is fine"
+            );
+            // Larger than the socket's buffers, so that it goes in pieces.
+            let sent = sender
+                .send_block(7, Box::new(Part(source, 50, LEN as u32)))
+                .await
+                .unwrap();
+            assert!(matches!(sent, Sent::Done));
+            sender.send_control(Bytes::from_static(b"after")).await.unwrap();
+        };
+        let receiving = async {
+            let gate = Due(7, LEN as u32);
+            assert!(matches!(receiver.receive(&gate).await.unwrap(), Frame::Control(c) if c == "before"));
+            let Frame::Block { id: 7, bytes: got } = receiver.receive(&gate).await.unwrap() else {
+                panic!("no block")
+            };
+            assert!(*got == bytes[50..50 + LEN]);
+            assert!(matches!(receiver.receive(&gate).await.unwrap(), Frame::Control(c) if c == "after"));
+        };
+        tokio::join!(sending, receiving);
+    }
+
+    #[tokio::test]
+    async fn a_block_that_nobody_asked_for_ends_the_connection() {
+        let (a, b) = pair().await;
+        let (mut sender, mut receiver) = (a.sender, b.receiver);
+        let source = file(&[1; 100]);
+        sender
+            .send_block(7, Box::new(Part(source, 0, 100)))
+            .await
+            .unwrap();
+        let e = receiver.receive(&Due(8, 100)).await.expect_err("another request");
+        assert_eq!(e.kind(), io::ErrorKind::InvalidData);
+        let (a, b) = pair().await;
+        let (mut sender, mut receiver) = (a.sender, b.receiver);
+        sender
+            .send_block(7, Box::new(Part(file(&[1; 100]), 0, 100)))
+            .await
+            .unwrap();
+        let e = receiver.receive(&Due(7, 99)).await.expect_err("another length");
+        assert_eq!(e.kind(), io::ErrorKind::InvalidData);
+    }
+
+    #[tokio::test]
+    async fn a_file_that_became_shorter_ends_the_connection() {
+        let (a, _b) = pair().await;
+        let mut sender = a.sender;
+        let source = file(&[1; 100]);
+        assert!(
+            sender
+                .send_block(7, Box::new(Part(source, 50, 100)))
+                .await
+                .is_err()
+        );
+        let e = sender
+            .send_control(Bytes::from_static(b"x"))
+            .await
+            .expect_err("half a frame is out");
+        assert_eq!(e.kind(), io::ErrorKind::NotConnected);
+    }
 }
