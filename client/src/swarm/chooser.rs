@@ -8,7 +8,8 @@
 //!   (with `unless_sent`, so that the seed declines what is on its way to somebody already).
 //! - A block that the rack has is not asked of another rack.
 //! - Rarest first, ties in an order of this node's own, so that nodes differ.
-//! - Each peer has a window of outstanding requests which follows the bandwidth-delay product.
+//! - Each peer has a window of outstanding requests which follows the bandwidth-delay product; it is one block
+//!   until a block of that peer was verified.
 //! - Starved (nothing to ask by these rules, and little outstanding, for [`STARVED_US`]): the first two rules
 //!   are suspended.
 //! - Endgame: when everything missing is asked for, the last blocks are asked of a second, idle peer if the
@@ -135,6 +136,10 @@ struct Peer {
     measured_from_us: u64,
     last_delivery_us: u64,
     stalled_since_us: Option<u64>,
+    /// Blocks of it that are being verified: a window is not filled again before it is known to be good.
+    verifying: u32,
+    /// A block of it was verified.
+    trusted: bool,
 }
 
 impl Peer {
@@ -143,13 +148,22 @@ impl Peer {
         self.min_latency_us[0].min(self.min_latency_us[1])
     }
 
-    /// Whether it may be asked for one more.
+    /// Whether it may be asked for one more. A peer of which nothing was verified yet gets one block to prove
+    /// itself, unless it is the seed, whose word is all there is anyway.
     fn room(&self, now_us: u64) -> bool {
+        let window = if self.trusted || self.traits.seed {
+            self.window
+        } else {
+            1
+        };
         self.stalled_since_us.is_none()
             && now_us >= self.busy_until_us
-            && (self.asked.len() as u32) < self.window
+            && self.asked.len() as u32 + self.verifying < window
     }
 }
+
+/// What makes a block the better choice at a peer, lowest first: own share, rarity, own order.
+type Score = (bool, u16, u64);
 
 /// How strictly the rules are taken.
 #[derive(Clone, Copy, PartialEq, Eq)]
@@ -166,6 +180,8 @@ pub struct Chooser {
     have: Bits,
     /// Delivered, being verified.
     verifying: Bits,
+    /// Whose blocks these are.
+    verifying_of: HashMap<u32, PeerIndex>,
     /// Neither held nor being verified nor asked of anybody.
     wanted: Bits,
     peers: BTreeMap<PeerIndex, Peer>,
@@ -219,6 +235,7 @@ impl Chooser {
             block_size: block_size.into(),
             have: Bits::new(blocks),
             verifying: Bits::new(blocks),
+            verifying_of: HashMap::new(),
             wanted,
             peers: BTreeMap::new(),
             relays: vec![0; blocks as usize],
@@ -274,6 +291,8 @@ impl Chooser {
             measured_from_us: 0,
             last_delivery_us: 0,
             stalled_since_us: None,
+            verifying: 0,
+            trusted: false,
         };
         assert!(
             self.peers.insert(peer, fresh).is_none(),
@@ -328,6 +347,7 @@ impl Chooser {
 
     /// A block is held: verified, or found on the disk.
     pub fn obtained(&mut self, block: u32) {
+        self.verified(block, true);
         self.have.set(block);
         self.verifying.clear(block);
         self.wanted.clear(block);
@@ -335,6 +355,7 @@ impl Chooser {
 
     /// A delivered block was not right or could not be kept.
     pub fn failed(&mut self, block: u32) {
+        self.verified(block, false);
         self.verifying.clear(block);
         self.want_if_idle(block);
     }
@@ -343,6 +364,15 @@ impl Chooser {
     pub fn lost(&mut self, block: u32) {
         self.have.clear(block);
         self.want_if_idle(block);
+    }
+
+    fn verified(&mut self, block: u32, good: bool) {
+        if let Some(peer) = self.verifying_of.remove(&block)
+            && let Some(p) = self.peers.get_mut(&peer)
+        {
+            p.verifying -= 1;
+            p.trusted |= good;
+        }
     }
 
     fn want_if_idle(&mut self, block: u32) {
@@ -456,7 +486,7 @@ impl Chooser {
         let words = self.wanted.words();
         let start = (self.node % words as u64) as usize;
         let mut looked_at = 0;
-        let mut best: Option<((bool, u16, u64), u32)> = None;
+        let mut best: Option<(Score, u32)> = None;
         for i in 0..words {
             let w = (start + i) % words;
             for bit in ones(self.wanted.word(w) & p.has.word(w)) {
@@ -570,6 +600,10 @@ impl Chooser {
         }
         self.verifying.set(block);
         self.wanted.clear(block);
+        if let Some(p) = self.peers.get_mut(&peer) {
+            p.verifying += 1;
+            self.verifying_of.insert(block, peer);
+        }
         let cancel = self.asked.remove(&block).unwrap_or_default();
         for other in &cancel {
             if let Some(asked) = self.peers.get_mut(other).and_then(|p| p.asked.get_mut(&block)) {

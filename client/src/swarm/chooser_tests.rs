@@ -16,6 +16,12 @@ fn chooser(blocks: u32) -> Chooser {
     Chooser::new(hash_id("me"), blocks, BS)
 }
 
+/// Adds a peer of which a block was verified before.
+fn add(c: &mut Chooser, n: u32, t: PeerTraits) {
+    c.add_peer(n, t);
+    c.peers.get_mut(&n).unwrap().trusted = true;
+}
+
 fn drain(c: &mut Chooser, now_us: u64) -> Vec<Pick> {
     std::iter::from_fn(|| c.next(now_us)).collect()
 }
@@ -23,8 +29,8 @@ fn drain(c: &mut Chooser, now_us: u64) -> Vec<Pick> {
 #[test]
 fn the_seed_is_asked_only_for_what_no_other_has() {
     let mut c = chooser(8);
-    c.add_peer(0, traits(0, true));
-    c.add_peer(1, traits(1, false));
+    add(&mut c, 0, traits(0, true));
+    add(&mut c, 1, traits(1, false));
     (0..8).for_each(|b| c.announce(0, b));
     (0..4).for_each(|b| c.announce(1, b));
     let picks = drain(&mut c, 0);
@@ -42,7 +48,7 @@ fn the_seed_is_asked_only_for_what_no_other_has() {
 #[test]
 fn alone_with_the_seed_everything_is_asked_of_it_without_condition() {
     let mut c = chooser(3);
-    c.add_peer(0, traits(0, true));
+    add(&mut c, 0, traits(0, true));
     (0..3).for_each(|b| c.announce(0, b));
     let picks = drain(&mut c, 0);
     assert_eq!(picks.len(), 3);
@@ -53,7 +59,7 @@ fn alone_with_the_seed_everything_is_asked_of_it_without_condition() {
 fn rarest_first_and_each_block_once() {
     let mut c = chooser(6);
     for n in 0..3 {
-        c.add_peer(n, traits(n, false));
+        add(&mut c, n, traits(n, false));
     }
     (0..6).for_each(|b| c.announce(0, b));
     (0..4).for_each(|b| c.announce(1, b));
@@ -82,7 +88,7 @@ fn another_rack_is_asked_only_for_what_the_own_has_not() {
             ..traits(0, false)
         },
     );
-    c.add_peer(1, traits(1, false));
+    add(&mut c, 1, traits(1, false));
     (0..4).for_each(|b| c.announce(0, b));
     (0..2).for_each(|b| c.announce(1, b));
     for p in drain(&mut c, 0) {
@@ -97,7 +103,7 @@ fn nodes_share_what_only_the_seed_has_among_them() {
     let mut seen = HashSet::new();
     for me in names {
         let mut c = Chooser::new(hash_id(me), 300, BS);
-        c.add_peer(0, traits(0, true));
+        add(&mut c, 0, traits(0, true));
         for (i, other) in names.iter().filter(|o| **o != me).enumerate() {
             c.add_peer(
                 1 + i as u32,
@@ -121,8 +127,8 @@ fn nodes_share_what_only_the_seed_has_among_them() {
 #[test]
 fn a_declined_block_is_asked_elsewhere_or_later() {
     let mut c = chooser(1);
-    c.add_peer(0, traits(0, true));
-    c.add_peer(1, traits(1, false));
+    add(&mut c, 0, traits(0, true));
+    add(&mut c, 1, traits(1, false));
     c.announce(0, 0);
     assert_eq!(
         c.next(0),
@@ -149,8 +155,8 @@ fn a_declined_block_is_asked_elsewhere_or_later() {
 #[test]
 fn a_starved_node_may_have_a_second_copy() {
     let mut c = chooser(4);
-    c.add_peer(0, traits(0, true));
-    c.add_peer(1, traits(1, false));
+    add(&mut c, 0, traits(0, true));
+    add(&mut c, 1, traits(1, false));
     (0..4).for_each(|b| (0..2).for_each(|p| c.announce(p, b)));
     let first = drain(&mut c, 0);
     assert!(first.iter().all(|p| p.peer == 1));
@@ -176,12 +182,12 @@ fn a_starved_node_may_have_a_second_copy() {
 #[test]
 fn a_stalled_peer_is_passed_over_until_it_delivers() {
     let mut c = chooser(2);
-    c.add_peer(0, traits(0, false));
+    add(&mut c, 0, traits(0, false));
     c.announce(0, 0);
     c.announce(0, 1);
     assert_eq!(drain(&mut c, 0).len(), 2);
     assert_eq!(c.tick(STALL_US * 3), [], "nobody else has these");
-    c.add_peer(1, traits(1, false));
+    add(&mut c, 1, traits(1, false));
     c.announce(1, 0);
     let stalls = c.tick(STALL_US * 3);
     assert_eq!(
@@ -218,7 +224,7 @@ fn a_stalled_peer_is_passed_over_until_it_delivers() {
 fn a_peer_that_stays_stalled_is_dropped() {
     let mut c = chooser(1);
     for n in 0..2 {
-        c.add_peer(n, traits(n, false));
+        add(&mut c, n, traits(n, false));
         c.announce(n, 0);
     }
     let first = c.next(0).unwrap();
@@ -240,7 +246,7 @@ fn a_peer_that_stays_stalled_is_dropped() {
 fn endgame_asks_a_second_peer_for_late_blocks_only_and_rarely() {
     let mut c = chooser(8);
     for n in 0..4 {
-        c.add_peer(n, traits(n, false));
+        add(&mut c, n, traits(n, false));
         (0..8).for_each(|b| c.announce(n, b));
     }
     let first = drain(&mut c, 0);
@@ -272,9 +278,26 @@ fn endgame_asks_a_second_peer_for_late_blocks_only_and_rarely() {
 }
 
 #[test]
+fn a_new_peer_gets_one_block_to_prove_itself() {
+    let mut c = chooser(20);
+    c.add_peer(1, traits(1, false));
+    (0..20).for_each(|b| c.announce(1, b));
+    let first = drain(&mut c, 0);
+    assert_eq!(first.len(), 1);
+    c.delivered(1, first[0].block, BS.into(), 1000);
+    assert_eq!(c.next(1001), None, "not while it is being verified");
+    c.failed(first[0].block);
+    assert_eq!(drain(&mut c, 1002).len(), 1, "still one");
+    let again = *c.peers[&1].asked.keys().next().unwrap();
+    c.delivered(1, again, BS.into(), 2000);
+    c.obtained(again);
+    assert!(drain(&mut c, 2001).len() > 1);
+}
+
+#[test]
 fn the_window_follows_the_path() {
     let mut c = chooser(4000);
-    c.add_peer(0, traits(0, false));
+    add(&mut c, 0, traits(0, false));
     (0..4000).for_each(|b| c.announce(0, b));
     // 100 MB/s with 50 ms of latency: a block takes 2.6 ms on the wire, 19 are in flight.
     let (mut now, mut wire_free, mut flying) = (0, 0, std::collections::VecDeque::new());

@@ -318,7 +318,7 @@ fn misbehaved(what: impl std::fmt::Display) -> io::Error {
 
 /// A list of 32-byte digests.
 pub(super) fn parse_digests(bytes: &[u8]) -> io::Result<Vec<Digest>> {
-    if bytes.len() % 32 != 0 {
+    if !bytes.len().is_multiple_of(32) {
         return Err(misbehaved(format!("sent {} bytes of digests", bytes.len())));
     }
     Ok(bytes

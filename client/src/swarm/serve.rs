@@ -162,6 +162,7 @@ impl Server {
     }
 
     /// How many connections are open.
+    #[cfg(test)]
     pub(super) fn connected(&self) -> usize {
         self.nodes.lock().values().sum()
     }

@@ -328,7 +328,7 @@ fn the_dead_do_not_stop_the_rest() {
         }
     }
     // The seed too, once every block has left it.
-    while w.sent[0].iter().any(|n| *n == 0) {
+    while w.sent[0].contains(&0) {
         w.step();
     }
     (0..20).for_each(|_| w.step());
