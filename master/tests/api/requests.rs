@@ -10,13 +10,23 @@ use hyper::Method;
 use mooncake_proto::api::{HEADER_APPLIED_INDEX, HEADER_SERVED_BY, HEADER_TERM, PROBLEM_JSON};
 use serde_json::json;
 
+/// Method, path, headers, body, and the status and code to expect.
+type Case = (
+    Method,
+    String,
+    &'static [(&'static str, &'static str)],
+    Vec<u8>,
+    u16,
+    &'static str,
+);
+
 #[tokio::test(flavor = "multi_thread")]
 async fn wrong_requests_are_problems_and_nobody_logs_an_error() -> Result<()> {
     errors::watch();
     let cluster = TestCluster::start(1).await?;
-    let json_type: &[(&str, &str)] = &[("content-type", "application/json")];
+    let json_type: &'static [(&str, &str)] = &[("content-type", "application/json")];
     let (get, post) = (Method::GET, Method::POST);
-    let cases: Vec<(Method, String, &[(&str, &str)], Vec<u8>, u16, &str)> = vec![
+    let cases: Vec<Case> = vec![
         (get.clone(), "/nothing".into(), &[], vec![], 404, "not_found"),
         (
             get.clone(),
