@@ -365,7 +365,7 @@ struct Flags {
     /// Between the leader's heartbeats
     #[arg(
         long,
-        default_value_t = 50,
+        default_value_t = Timers::DEFAULT.heartbeat_ms,
         env = "MOONCAKE_MASTER_HEARTBEAT_MS",
         help_heading = "Raft"
     )]
@@ -373,7 +373,7 @@ struct Flags {
     /// A follower elects after the larger of the two plus a random time between them without a heartbeat
     #[arg(
         long,
-        default_value_t = 150,
+        default_value_t = Timers::DEFAULT.election_min_ms,
         env = "MOONCAKE_MASTER_ELECTION_MIN_MS",
         help_heading = "Raft"
     )]
@@ -381,7 +381,7 @@ struct Flags {
     /// See --election-min-ms
     #[arg(
         long,
-        default_value_t = 300,
+        default_value_t = Timers::DEFAULT.election_max_ms,
         env = "MOONCAKE_MASTER_ELECTION_MAX_MS",
         help_heading = "Raft"
     )]

@@ -76,6 +76,10 @@ async fn start(config: Config) -> Result<Running, RunError> {
             .unwrap_or_else(|| http_address.to_string()),
     };
     let initial_cluster = initial_cluster(&config, &advertised)?;
+    let own = initial_cluster
+        .get(&config.node_id)
+        .cloned()
+        .unwrap_or(advertised);
     tracing::info!(
         node_id = config.node_id, cluster_id = config.cluster_id, rpc = %rpc_address, http = %http_address,
         data_dir = %config.data_dir.display(), secret = secret.is_some(), "mooncake_master {} starts", env!("CARGO_PKG_VERSION")
@@ -92,6 +96,7 @@ async fn start(config: Config) -> Result<Running, RunError> {
         bootstrap: config.bootstrap,
     };
     let (consensus, sessions) = Consensus::start(options, rpc_listener).await?;
+    tell_of_other_addresses(&consensus.handle(), &own);
     let options = context::Options {
         cluster_id: config.cluster_id.clone(),
         require_checksums: config.require_checksums,
@@ -175,11 +180,6 @@ fn initial_cluster(
         }
         return Ok(config.initial_cluster.clone());
     }
-    let unspecified = |address: &str| {
-        address
-            .parse::<SocketAddr>()
-            .is_ok_and(|address| address.ip().is_unspecified())
-    };
     if config.bootstrap && (unspecified(&advertised.rpc) || unspecified(&advertised.http)) {
         return Err(RunError::Setup(
             "--bootstrap makes a cluster of this master alone, but nobody can dial 0.0.0.0: give --advertise-rpc-address and \
@@ -188,6 +188,37 @@ fn initial_cluster(
         ));
     }
     Ok([(config.node_id, advertised.clone())].into())
+}
+
+/// An address to listen on that nobody can dial.
+fn unspecified(address: &str) -> bool {
+    address
+        .parse::<SocketAddr>()
+        .is_ok_and(|address| address.ip().is_unspecified())
+}
+
+/// Addresses are a part of the membership: other flags at a restart do not change what the others dial.
+fn tell_of_other_addresses(handle: &Handle, own: &MemberAddress) {
+    let me = handle.identity().node_id;
+    let Some(known) = handle
+        .cluster()
+        .members
+        .into_iter()
+        .find(|member| member.id == me)
+    else {
+        return;
+    };
+    let differs = |known: &str, own: &str| known != own && !unspecified(own);
+    if differs(&known.rpc_address, &own.rpc) || differs(&known.http_address, &own.http) {
+        tracing::warn!(
+            cluster_rpc = known.rpc_address,
+            cluster_http = known.http_address,
+            rpc = own.rpc,
+            http = own.http,
+            "the cluster knows this master under other addresses than it has now: unless something forwards them, \
+             restart it with the addresses the cluster knows"
+        );
+    }
 }
 
 /// Binds a port, or says what to do about it.

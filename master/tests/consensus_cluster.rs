@@ -324,11 +324,30 @@ async fn too_large_and_too_much_are_refused_before_the_log() {
     let setup = Setup::new(folder.path(), 1);
     let masters = setup.start_all().await;
     serving(&masters).await;
+    let handle = &masters[&1].handle;
     let large = register(&"x".repeat(mooncake_proto::MAX_COMMAND_BYTES));
     assert!(matches!(
-        masters[&1].handle.propose(&large).await,
+        handle.propose(&large).await,
         Err(ProposeError::TooLarge { .. })
     ));
+
+    // Far more bytes at once than may be held, all asked for before the first can be on the disk.
+    let half = register(&"x".repeat(mooncake_proto::MAX_COMMAND_BYTES / 2 - 4096));
+    let before = handle.applied().index();
+    let answers = futures_util::future::join_all((0..600).map(|_| handle.propose(&half))).await;
+    let taken = answers.iter().filter(|answer| answer.is_ok()).count();
+    let refused = answers
+        .iter()
+        .filter(|answer| matches!(answer, Err(ProposeError::Overloaded)))
+        .count();
+    assert_eq!(taken + refused, 600, "nothing is left open");
+    assert!(taken >= 100 && refused >= 100, "{taken} taken, {refused} refused");
+    assert_eq!(
+        handle.applied().index() - before,
+        taken as u64,
+        "what was refused is not in the log"
+    );
+    handle.propose(&register("a:1")).await.unwrap();
 }
 
 #[tokio::test(flavor = "multi_thread")]

@@ -15,6 +15,8 @@ use mooncake_proto::ids::NodeId;
 use tokio::sync::mpsc;
 
 const CHILD: &str = "MOONCAKE_CONSENSUS_TEST_CHILD";
+/// How a [`Puppet`] ends when consensus says that the process must.
+const FAILED: i32 = 7;
 
 /// Not a test by itself: the process that [`Puppet`] starts. Without its variable it does nothing.
 #[test]
@@ -47,8 +49,13 @@ fn child_master() {
             }
         });
         // The parent's death closes the pipe: no child stays behind.
-        while let Some(line) = lines.recv().await {
+        loop {
             let handle = master.handle.clone();
+            let line = tokio::select! {
+                line = lines.recv() => line,
+                _ = handle.failed() => std::process::exit(FAILED),
+            };
+            let Some(line) = line else { break };
             let answer = match line.split_once(' ') {
                 Some(("propose", name)) => match handle.propose(&register(name)).await {
                     Ok(written) => format!("ok {}", written.index),
@@ -57,6 +64,14 @@ fn child_master() {
                 },
                 Some(("has", name)) => match handle.read_index().await {
                     Ok(_) => format!("{}", handle.state().node(&NodeId(name.to_owned())).is_some()),
+                    Err(_) => "no".to_owned(),
+                },
+                // A command of a given size.
+                Some(("fill", bytes)) => match handle
+                    .propose(&register(&"x".repeat(bytes.parse().unwrap())))
+                    .await
+                {
+                    Ok(written) => format!("ok {}", written.index),
                     Err(_) => "no".to_owned(),
                 },
                 _ => panic!("{line}"),
@@ -77,9 +92,26 @@ struct Puppet {
 
 impl Puppet {
     fn start(setup: &Setup, id: u64) -> Self {
+        let mut process = Process::new(std::env::current_exe().unwrap());
+        process.args(["child_master", "--exact", "--nocapture"]);
+        Self::run(process, setup, id)
+    }
+
+    /// No file of it may grow beyond the limit: the disk fails in the middle of a write.
+    fn start_with_failing_disk(setup: &Setup, id: u64, limit_kib: u64) -> Self {
+        let mut process = Process::new("bash");
+        let script =
+            format!("trap '' XFSZ; ulimit -f {limit_kib}; exec \"$0\" child_master --exact --nocapture");
+        process
+            .arg("-c")
+            .arg(script)
+            .arg(std::env::current_exe().unwrap());
+        Self::run(process, setup, id)
+    }
+
+    fn run(mut process: Process, setup: &Setup, id: u64) -> Self {
         let members = mooncake_master::config::InitialCluster(setup.members.clone());
-        let mut child = Process::new(std::env::current_exe().unwrap())
-            .args(["child_master", "--exact", "--nocapture"])
+        let mut child = process
             .env(CHILD, format!("{id} {} {members}", setup.folder.display()))
             .stdin(Stdio::piped())
             .stdout(Stdio::piped())
@@ -112,6 +144,10 @@ impl Puppet {
             .expect("an answer in time")
     }
 
+    fn signal(&self, name: &str) {
+        signal(&self.child, name);
+    }
+
     fn kill(&mut self) {
         self.child.kill().unwrap();
         self.child.wait().unwrap();
@@ -123,6 +159,14 @@ impl Drop for Puppet {
         let _ = self.child.kill();
         let _ = self.child.wait();
     }
+}
+
+fn signal(child: &Child, name: &str) {
+    let done = Process::new("kill")
+        .args([format!("-{name}"), child.id().to_string()])
+        .status()
+        .unwrap();
+    assert!(done.success());
 }
 
 /// The leader that all of `ids` agree on.
@@ -240,6 +284,116 @@ async fn acknowledged_writes_survive_kill_9_of_the_leader() {
     equal_digests(&setup, &ids, highest).await;
 }
 
+#[tokio::test(flavor = "multi_thread")]
+async fn a_frozen_follower_that_thaws_deposes_nobody() {
+    let folder = tempfile::tempdir().unwrap();
+    let setup = Setup::new(folder.path(), 3);
+    let ids = [1, 2, 3];
+    let masters: BTreeMap<u64, Puppet> = ids.iter().map(|id| (*id, Puppet::start(&setup, *id))).collect();
+    let leader = agreed_leader(&setup, &ids).await;
+    let term = probe(&setup.members[&leader].rpc, false).await.unwrap().term;
+    let frozen = *ids.iter().find(|id| **id != leader).unwrap();
+    // Longer than any election time-out: when it wakes, its timer has run out long ago.
+    masters[&frozen].signal("STOP");
+    tokio::time::sleep(Duration::from_secs(2)).await;
+    masters[&frozen].signal("CONT");
+    // It must have had the time to do harm: it answers, and so it has handled its timer.
+    for _ in 0..20 {
+        probe(&setup.members[&frozen].rpc, false).await;
+        tokio::time::sleep(Duration::from_millis(50)).await;
+    }
+    assert_eq!(agreed_leader(&setup, &ids).await, leader);
+    let now = probe(&setup.members[&leader].rpc, false).await.unwrap().term;
+    assert_eq!(
+        now, term,
+        "the pre-vote keeps it from disturbing a healthy leader"
+    );
+}
+
+#[tokio::test(flavor = "multi_thread")]
+async fn a_frozen_leader_that_thaws_steps_down_and_answers_nothing_stale() {
+    let folder = tempfile::tempdir().unwrap();
+    let setup = Setup::new(folder.path(), 3);
+    let ids = [1, 2, 3];
+    let mut masters: BTreeMap<u64, Puppet> = ids.iter().map(|id| (*id, Puppet::start(&setup, *id))).collect();
+    let old = agreed_leader(&setup, &ids).await;
+    masters
+        .get_mut(&old)
+        .unwrap()
+        .ask("propose before:1")
+        .await
+        .unwrap();
+    masters[&old].signal("STOP");
+    // It finds this order first when it wakes, still believing that it leads.
+    let order = masters.get_mut(&old).unwrap();
+    writeln!(order.orders, "has after:1").unwrap();
+    order.orders.flush().unwrap();
+
+    let rest: Vec<u64> = ids.iter().copied().filter(|id| *id != old).collect();
+    let new = eventually("another leader", async || {
+        let leader = agreed_leader(&setup, &rest).await;
+        (leader != old).then_some(leader)
+    })
+    .await;
+    let written = masters
+        .get_mut(&new)
+        .unwrap()
+        .ask("propose after:1")
+        .await
+        .unwrap();
+    assert!(written.starts_with("ok "), "{written}");
+    masters[&old].signal("CONT");
+    let read = tokio::time::timeout(PATIENCE, masters.get_mut(&old).unwrap().answers.recv())
+        .await
+        .unwrap()
+        .unwrap();
+    assert_ne!(
+        read, "false",
+        "a read that says what was true before another leader's acknowledged write"
+    );
+    assert_eq!(agreed_leader(&setup, &ids).await, new);
+    let index = written.trim_start_matches("ok ").parse().unwrap();
+    equal_digests(&setup, &ids, index).await;
+}
+
+#[tokio::test(flavor = "multi_thread")]
+async fn a_failing_disk_ends_the_process_and_loses_nothing() {
+    let folder = tempfile::tempdir().unwrap();
+    let setup = Setup::new(folder.path(), 1);
+    let mut master = Puppet::start_with_failing_disk(&setup, 1, 1024);
+    agreed_leader(&setup, &[1]).await;
+    let mut acknowledged = 0;
+    let mut failed = false;
+    for _ in 0..20 {
+        match master
+            .ask("fill 100000")
+            .await
+            .as_deref()
+            .map(|answer| answer.split_once(' '))
+        {
+            Some(Some(("ok", index))) => acknowledged = index.parse::<u64>().unwrap(),
+            Some(_) | None => {
+                failed = true;
+                break;
+            }
+        }
+    }
+    assert!(
+        failed && acknowledged > 0,
+        "the disk failed after index {acknowledged}: {failed}"
+    );
+    let status = eventually("the process ends by itself", async || {
+        master.child.try_wait().unwrap()
+    })
+    .await;
+    assert_eq!(status.code(), Some(FAILED));
+
+    // On a good disk everything that was acknowledged is there.
+    let _again = Puppet::start(&setup, 1);
+    agreed_leader(&setup, &[1]).await;
+    equal_digests(&setup, &[1], acknowledged).await;
+}
+
 /// The real binary.
 struct Binary {
     child: Child,
@@ -302,11 +456,7 @@ impl Binary {
     }
 
     fn signal(&self, name: &str) {
-        let done = Process::new("kill")
-            .args([format!("-{name}"), self.child.id().to_string()])
-            .status()
-            .unwrap();
-        assert!(done.success());
+        signal(&self.child, name);
     }
 
     async fn end(&mut self) -> ExitStatus {

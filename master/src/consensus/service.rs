@@ -299,15 +299,20 @@ impl raft_server::Raft for Service {
         let membership = metrics.membership_config.membership();
         let (applied_index, state_digest) = if request.get_ref().with_state_digest {
             let reader = self.reader.clone();
-            // Linear in the state, and nothing is applied meanwhile: not on an async thread.
+            // Copied under the lock (cheap: blobs are shared) and digested outside of it, since nothing is applied
+            // meanwhile; and not on an async thread, since a writer may hold the lock.
             tokio::task::spawn_blocking(move || {
-                let applied = reader.read();
-                (applied.index(), applied.machine.state().digest().to_string())
+                let (index, state) = {
+                    let applied = reader.read();
+                    (applied.index(), applied.machine.state().clone())
+                };
+                (index, state.digest().to_string())
             })
             .await
             .map_err(|error| Status::internal(error.to_string()))?
         } else {
-            (self.reader.read().index(), String::new())
+            // Without the lock: this is one of Raft's own threads.
+            (self.reader.progress().borrow().saturating_sub(1), String::new())
         };
         let identity = &self.shared.identity;
         Ok(Response::new(pb::ProbeResponse {

@@ -156,11 +156,7 @@ impl Setup {
             node_id: id,
             data_dir: self.folder.join(format!("m{id}")),
             secret: Some(secret()),
-            timers: Timers {
-                heartbeat_ms: 50,
-                election_min_ms: 150,
-                election_max_ms: 300,
-            },
+            timers: Timers::DEFAULT,
             snapshot_every: self.snapshot_every,
             snapshot_keep: self.snapshot_keep,
             initial_cluster: self.members.clone(),
