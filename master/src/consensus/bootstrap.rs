@@ -137,9 +137,8 @@ pub(crate) async fn run(
             }
         }
         // Wakes at once when the membership arrives, or asks again after a while.
-        match tokio::time::timeout(RETRY, metrics.changed()).await {
-            Ok(Err(_)) => return Err(BootstrapError::Stopped),
-            Ok(Ok(())) | Err(_) => {}
+        if let Ok(Err(_)) = tokio::time::timeout(RETRY, metrics.changed()).await {
+            return Err(BootstrapError::Stopped);
         }
     }
 }
