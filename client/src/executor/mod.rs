@@ -33,9 +33,9 @@ use std::{collections::HashMap, sync::Arc};
 use tokio::sync::Semaphore;
 use tokio_util::{sync::CancellationToken, task::TaskTracker};
 
-/// Artifacts whose last task is remembered. Idle ones beyond it are forgotten, oldest first; the store still
-/// knows their fences and holdings.
-const MAX_SLOTS: usize = 2 * MAX_OUTCOMES;
+/// Artifacts whose last task is remembered. Idle ones beyond it are forgotten, oldest first, since each keeps
+/// a worker of some kilobytes; the store still knows their fences and holdings, the reports their outcomes.
+const MAX_SLOTS: usize = 128;
 
 struct Handle {
     inbox: Arc<Inbox>,

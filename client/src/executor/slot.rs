@@ -61,6 +61,8 @@ impl Inbox {
                     waiting.idle = false;
                     return order;
                 }
+                // Most slots never see another order: what the queue allocated is not kept for them.
+                waiting.orders = VecDeque::new();
                 waiting.idle = !task;
             }
             pushed.await;
