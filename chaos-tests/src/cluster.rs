@@ -392,10 +392,17 @@ impl Cluster {
         loop {
             let nodes = self.get("/api/v1/nodes").await?;
             let all = nodes["nodes"].as_array().map(Vec::as_slice).unwrap_or_default();
-            if all.iter().any(|n| n["node_id"] == *self.nodes[node] && n["status"] == status) {
+            if all
+                .iter()
+                .any(|n| n["node_id"] == *self.nodes[node] && n["status"] == status)
+            {
                 return Ok(());
             }
-            ensure!(Instant::now() < until, "node {} never turned {status}: {nodes:#}", self.nodes[node]);
+            ensure!(
+                Instant::now() < until,
+                "node {} never turned {status}: {nodes:#}",
+                self.nodes[node]
+            );
             tokio::time::sleep(POLL).await;
         }
     }

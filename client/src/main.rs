@@ -13,7 +13,7 @@ use tracing_subscriber::{EnvFilter, fmt, prelude::*};
 const EXIT_USAGE: u8 = 2;
 /// Threads for blocking work: more than the uploads, writers, begins and publishes that may be under way
 /// together, so that none of them starves another, and few enough that their stacks and malloc caches stay small.
-const BLOCKING_THREADS: usize = 96;
+const BLOCKING_THREADS: usize = 64;
 
 fn main() -> ExitCode {
     let args = Args::read(std::env::args_os()).unwrap_or_else(|e| e.exit());
@@ -50,6 +50,7 @@ fn main() -> ExitCode {
         Ok(settings) => settings,
         Err(why) => return usage(&why),
     };
+    tune_malloc();
     raise_open_files();
     let runtime = match tokio::runtime::Builder::new_multi_thread()
         .max_blocking_threads(BLOCKING_THREADS)
@@ -105,5 +106,16 @@ fn raise_open_files() {
     limit.current = limit.maximum;
     if let Err(error) = setrlimit(Resource::Nofile, limit) {
         tracing::warn!(%error, "cannot raise the number of open files; many models or peers may exceed it");
+    }
+}
+
+/// glibc keeps an arena per thread and, once it has freed a large buffer, takes further ones from them too: what
+/// few long-lived records lie between then keeps many megabytes. Two arenas, and large buffers always on their own.
+fn tune_malloc() {
+    #[cfg(target_env = "gnu")]
+    // SAFETY: mallopt only sets parameters of the allocator; it is called before any other thread exists.
+    unsafe {
+        libc::mallopt(libc::M_ARENA_MAX, 2);
+        libc::mallopt(libc::M_MMAP_THRESHOLD, 32 << 10);
     }
 }
