@@ -7,8 +7,8 @@
 set -euo pipefail
 cd "$(dirname "$0")"
 
-# python3-venv: the real model is loaded with the safetensors package; util-linux: mount, setpriv.
-scripts/setup.sh python3-venv util-linux procps
+# python3-venv: the real model is loaded with the safetensors package; e2fsprogs, mount: disks that fail.
+scripts/setup.sh python3-venv e2fsprogs mount
 . scripts/env.sh
 logs=$CARGO_TARGET_DIR/test-logs
 mkdir -p "$logs"

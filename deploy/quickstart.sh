@@ -84,15 +84,57 @@ done
 
 # ---- build ---------------------------------------------------------------------------------------------
 
-scripts/setup.sh 9>&-
+names=() pids=() roles=() ids=() addresses=() folders=() argvs=()
+waited=
+
+# Runs a long command such that a signal to this shell is handled at once, not when the command is done.
+watched() {
+    local code=0
+    "$@" 9>&- &
+    waited=$!
+    wait "$waited" || code=$?
+    waited=
+    return $code
+}
+
+# Processes that somebody restarted by hand from cluster.json: same binary, same data folder.
+restarted_by_hand() {
+    local pid i
+    for pid in $(pgrep -x 'mooncake_master|mooncake_client' || true); do
+        for i in "${!folders[@]}"; do
+            if tr '\0' '\n' 2>/dev/null <"/proc/$pid/cmdline" | grep -qxF -- "${folders[i]}"; then
+                echo "$pid"
+            fi
+        done
+    done
+}
+
+stop_all() {
+    trap - EXIT INT TERM HUP
+    local pid deadline=$((SECONDS + 10)) all
+    all="$waited ${pids[*]} $(restarted_by_hand)"
+    for pid in $all; do kill -TERM "$pid" 2>/dev/null || true; done
+    for pid in $all; do
+        while kill -0 "$pid" 2>/dev/null && [ $SECONDS -lt $deadline ]; do
+            # A child of this shell that ended is a zombie until it is waited for.
+            [ "$(ps -o stat= -p "$pid" 2>/dev/null | cut -c1)" = Z ] && break
+            sleep 0.1
+        done
+        kill -KILL "$pid" 2>/dev/null || true
+    done
+    wait 2>/dev/null || true
+}
+trap 'code=$?; stop_all; exit $code' EXIT
+trap 'exit 130' INT
+trap 'exit 143' TERM HUP
+
+watched scripts/setup.sh
 . scripts/env.sh
 echo "quickstart: building (the first time takes about 20 minutes, RocksDB most of it)"
-cargo build --quiet --bins -p mooncake-master -p mooncake-client -p mooncake-ctl 9>&-
+watched cargo build --quiet --workspace --bins
 bin=$CARGO_TARGET_DIR/debug
 
 # ---- processes -----------------------------------------------------------------------------------------
-
-names=() pids=() roles=() ids=() addresses=() folders=() argvs=()
 
 json_string() {
     local s=${1//\\/\\\\}
@@ -139,37 +181,6 @@ write_cluster_json() {
     mv "$dir/cluster.json.partial" "$dir/cluster.json"
 }
 
-# Processes that somebody restarted by hand from cluster.json: same binary, same data folder.
-restarted_by_hand() {
-    local pid i
-    for pid in $(pgrep -x 'mooncake_master|mooncake_client' || true); do
-        for i in "${!folders[@]}"; do
-            if tr '\0' '\n' 2>/dev/null <"/proc/$pid/cmdline" | grep -qxF -- "${folders[i]}"; then
-                echo "$pid"
-            fi
-        done
-    done
-}
-
-stop_all() {
-    trap - EXIT INT TERM HUP
-    local pid deadline=$((SECONDS + 10)) all
-    all="${pids[*]} $(restarted_by_hand)"
-    for pid in $all; do kill -TERM "$pid" 2>/dev/null || true; done
-    for pid in $all; do
-        while kill -0 "$pid" 2>/dev/null && [ $SECONDS -lt $deadline ]; do
-            # A child of this shell that ended is a zombie until it is waited for.
-            [ "$(ps -o stat= -p "$pid" 2>/dev/null | cut -c1)" = Z ] && break
-            sleep 0.1
-        done
-        kill -KILL "$pid" 2>/dev/null || true
-    done
-    wait 2>/dev/null || true
-}
-trap 'code=$?; stop_all; exit $code' EXIT
-trap 'exit 130' INT
-trap 'exit 143' TERM HUP
-
 initial=
 for i in 0 1 2; do
     initial+="${initial:+,}$((i + 1))=127.0.0.1:${rpc_ports[i]}/127.0.0.1:${http_ports[i]}"
@@ -205,16 +216,16 @@ check_alive() {
     done
 }
 
-ctl() {
-    "$bin/mooncakectl" --endpoint "http://127.0.0.1:${http_ports[0]}" --endpoint "http://127.0.0.1:${http_ports[1]}" \
-        --endpoint "http://127.0.0.1:${http_ports[2]}" "$@" 9>&-
-}
+ctl=("$bin/mooncakectl")
+for port in "${http_ports[@]}"; do
+    ctl+=(--endpoint "http://127.0.0.1:$port")
+done
 
 echo "quickstart: waiting for three masters and three nodes"
 deadline=$((SECONDS + 60))
 until ready=0 && for port in "${http_ports[@]}"; do
     curl -sf -o /dev/null --max-time 2 "http://127.0.0.1:$port/readyz" && ready=$((ready + 1))
-done; [ "$ready" = 3 ] && [ "$(ctl nodes -o json 2>/dev/null | grep -c '"status": *"up"')" = 3 ]; do
+done; [ "$ready" = 3 ] && [ "$("${ctl[@]}" nodes -o json 2>/dev/null | grep -c '"status": *"up"')" = 3 ]; do
     check_alive
     [ $SECONDS -lt $deadline ] || die "the cluster is not ready after 60 s; logs are in $dir/logs"
     sleep 0.2
@@ -245,12 +256,12 @@ if [ $demo = 1 ]; then
     echo "quickstart: distributing $source_dir to three nodes"
     job=quickstart-$(date +%s)-$$
     # The revision names the run: the same folder may have other content next time.
-    ctl distribute "$source_dir" --job-id "$job" --revision "$job" --all --seed "127.0.0.1:${data_ports[0]}" --watch ||
+    watched "${ctl[@]}" distribute "$source_dir" --job-id "$job" --revision "$job" --all --seed "127.0.0.1:${data_ports[0]}" --watch ||
         die "the distribution failed (see above); logs are in $dir/logs"
-    paths=$(ctl jobs get "$job" -o json | sed -n 's/.*"local_path": *"\(.*\)",\{0,1\}$/\1/p')
+    paths=$("${ctl[@]}" jobs get "$job" -o json | sed -n 's/.*"local_path": *"\(.*\)",\{0,1\}$/\1/p')
     [ "$(printf '%s\n' "$paths" | grep -c .)" = 3 ] || die "expected three staged folders, got: ${paths:-none}"
     while IFS= read -r path; do
-        diff -r "$source_dir" "$path" || die "$path differs from $source_dir"
+        watched diff -r "$source_dir" "$path" || die "$path differs from $source_dir"
         echo "quickstart: $path equals $source_dir"
     done <<<"$paths"
 fi
@@ -258,10 +269,7 @@ fi
 if [ $keep = 1 ]; then
     echo "quickstart: running until Ctrl-C or SIGTERM; try: $bin/mooncakectl --endpoint http://127.0.0.1:${http_ports[0]} nodes"
     # Processes that a test kills and restarts by hand are none of this shell's business: it only waits.
-    sleep infinity 9>&- &
-    sleeper=$!
-    pids+=("$sleeper")
-    wait "$sleeper"
+    watched sleep infinity
 else
     echo "quickstart: done; stopping the cluster (--keep leaves it up)"
 fi

@@ -4,9 +4,10 @@
 set -euo pipefail
 cd "$(dirname "$0")/.."
 
-# libclang-dev: RocksDB's bindings are generated with it; g++: RocksDB; ccache: rebuilds of it become cheap.
+# libclang-dev: RocksDB's bindings are generated with it; g++: RocksDB; ccache: rebuilds of it become cheap;
+# curl, procps and util-linux: the scripts wait for probes, find processes and start them.
 packages=()
-for package in libclang-dev g++ ccache curl "$@"; do
+for package in libclang-dev g++ ccache curl procps util-linux "$@"; do
     dpkg-query -W -f='${Status}' "$package" 2>/dev/null | grep -q 'ok installed' || packages+=("$package")
 done
 if [ ${#packages[@]} -gt 0 ]; then

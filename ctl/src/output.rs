@@ -215,7 +215,7 @@ pub fn job(job: &JobSnapshot) -> String {
             .unwrap_or_default();
         text.push_str(&format!("warning{at} {}\n", warning.detail));
     }
-    let mut t = table(&["NODE", "STATE", "BYTES", "VERIFIED", "TRIES", "PATH", "ERROR"]);
+    let mut t = table(&["NODE", "STATE", "BYTES", "VERIFIED", "ATTEMPT", "PATH", "ERROR"]);
     for placement in &job.placements {
         let remark = if placement.requested { "" } else { " (seed only)" };
         t.add_row(vec![

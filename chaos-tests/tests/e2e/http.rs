@@ -7,6 +7,9 @@ use serde_json::{Value, json};
 
 const JOBS: &str = "/api/v1/model-distribution/jobs";
 
+/// Method, path, content type, body, and the status and code that answer it.
+type Mistake = (Method, String, &'static str, Vec<u8>, u16, &'static str);
+
 #[tokio::test]
 async fn a_callers_mistakes_are_answered_and_not_logged_as_errors() -> Result<()> {
     let cluster = Cluster::start(ClusterOptions {
@@ -17,7 +20,7 @@ async fn a_callers_mistakes_are_answered_and_not_logged_as_errors() -> Result<()
     let example = include_str!("../../../proto/tests/data/rfc_example.json");
     let huge = vec![b' '; (64 << 20) + 1];
     let json_type = "application/json";
-    let table: Vec<(Method, String, &str, Vec<u8>, u16, &str)> = vec![
+    let table: Vec<Mistake> = vec![
         (
             Method::POST,
             JOBS.into(),

@@ -5,7 +5,7 @@
 //! and require that the checker notices.
 //!
 //! SIGKILL keeps the page cache and so says nothing about missing syncs; for those, module `power` shuts the
-//! filesystem down under the store (needs root, so those tests run only when asked for: `--ignored`).
+//! filesystem down under the store (needs root).
 
 mod power;
 

@@ -1,8 +1,7 @@
 //! Power loss: at each failpoint the filesystem under the store (ext4 on a loop device of its own) stops
 //! writing anything, what was never synced included; then it is unmounted, mounted and examined.
 //!
-//! Needs root and loop devices:
-//! `cargo test -p mooncake-client --features failpoints --test store_crash -- --ignored`
+//! Needs root and loop devices, and fails without them: a guarantee that was not checked is not one.
 
 use super::*;
 
@@ -92,7 +91,6 @@ fn lose_power(disk: &Disk, point: &str, broken: Option<&str>) -> Option<BTreeSet
 }
 
 #[test]
-#[ignore = "needs root and loop devices"]
 fn power_lost_before_and_after_every_system_call() {
     let _alone = alone();
     let truth = truth();
@@ -115,7 +113,6 @@ fn power_lost_before_and_after_every_system_call() {
 }
 
 #[test]
-#[ignore = "needs root and loop devices"]
 fn syncs_that_are_left_out_are_noticed() {
     let _alone = alone();
     let truth = truth();

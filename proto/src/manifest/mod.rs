@@ -30,8 +30,11 @@ pub const MAX_CHUNKS: u64 = 1 << 20;
 pub const MAX_BLOCKS: u64 = 1 << 20;
 /// Most files in one manifest.
 pub const MAX_FILES: usize = 1 << 18;
-/// Most target nodes of one job: keeps the create command below [`crate::MAX_COMMAND_BYTES`].
+/// Most target nodes of one job.
 pub const MAX_TARGETS: usize = 4096;
+/// Longest target ids of one job together, in bytes: with all else keeps the create command below
+/// [`crate::MAX_COMMAND_BYTES`].
+pub const MAX_TARGETS_BYTES: usize = 256 << 10;
 /// Longest relative path, in bytes (Linux's `PATH_MAX` less room for the root folder).
 pub const MAX_PATH_BYTES: usize = 3072;
 /// Longest path component, in bytes (`NAME_MAX`).

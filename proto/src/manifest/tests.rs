@@ -410,6 +410,11 @@ fn limits_are_named() {
         "{got:?}"
     );
 
+    // 4,096 ids of the greatest length would not fit into one command of the log.
+    let long: Vec<_> = (0..2000).map(|i| format!("{}{i}:1", "h".repeat(200))).collect();
+    let got = faults_of(&[("/target_nodes", Some(json!(long))), ("/replica_policy", None)]);
+    assert_eq!(got, ["/target_nodes limit_exceeded"]);
+
     let many: Vec<_> = (0..500).map(|i| format!("bad {i}")).collect();
     let faults = {
         let mut body = rfc();

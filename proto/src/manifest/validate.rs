@@ -235,6 +235,12 @@ impl Validator {
             self.fault("/target_nodes", "limit_exceeded", detail);
             return None;
         }
+        let bytes: usize = targets.iter().map(String::len).sum();
+        if bytes > MAX_TARGETS_BYTES {
+            let detail = format!("the target ids have {bytes} bytes together, the limit is {MAX_TARGETS_BYTES}: make two jobs");
+            self.fault("/target_nodes", "limit_exceeded", detail);
+            return None;
+        }
         let mut seen = BTreeMap::new();
         let mut out = Vec::with_capacity(targets.len());
         for (i, text) in targets.iter().enumerate() {
