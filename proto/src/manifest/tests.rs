@@ -269,6 +269,47 @@ fn one_fault_at_a_time() {
 }
 
 #[test]
+fn an_empty_request_names_every_member() {
+    let got = faults_of(&[("/model", Some(json!({}))), ("/manifest", Some(json!({})))]);
+    for pointer in [
+        "/model/model_id",
+        "/model/revision",
+        "/model/format",
+        "/model/provider",
+        "/manifest/format",
+        "/manifest/files",
+    ] {
+        assert!(
+            got.contains(&format!("{pointer} missing")),
+            "{pointer} in {got:?}"
+        );
+    }
+}
+
+#[test]
+fn derived_ids_fit_their_limit() {
+    let mut body = rfc();
+    let mut file = body.pointer(FILE).unwrap().clone();
+    file.as_object_mut().unwrap().remove("artifact");
+    let mut deep = file.clone();
+    deep["path"] = json!(vec!["d".repeat(200); 6].join("/"));
+    body["manifest"]["files"] = json!([file, deep]);
+    body["manifest"]["total_size_bytes"] = json!(2 << 20);
+    let got: Vec<_> = run(body)
+        .unwrap_err()
+        .into_iter()
+        .map(|f| (f.pointer, f.code))
+        .collect();
+    assert_eq!(
+        got,
+        [(
+            "/manifest/files/1/path".to_owned(),
+            "object_id_too_long".to_owned()
+        )]
+    );
+}
+
+#[test]
 fn every_fault_at_once() {
     let got = faults_of(&[
         ("/manifest/files/0/path", Some(json!("../../x"))),

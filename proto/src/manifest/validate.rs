@@ -5,7 +5,7 @@ use crate::{
     api::{CreateJobRequest, FileSpec, ManifestSpec, ModelSpec, Warning},
     ids::{JobId, MAX_MODEL_COMPONENT_BYTES, NodeId},
 };
-use std::collections::{BTreeMap, BTreeSet, HashSet};
+use std::collections::{BTreeMap, BTreeSet, HashMap, HashSet};
 
 /// Most faults named in one answer; the rest is counted. Keeps the answer to a broken 64 MiB body small.
 const MAX_FAULTS: usize = 100;
@@ -17,6 +17,8 @@ const MAX_ATTEMPTS: u32 = 10;
 const MAX_DEADLINE_S: u64 = 365 * 24 * 3600;
 /// Longest free-form string kept from a request (`checksum`, `artifact_key`, `file_manifest_version`).
 const MAX_TEXT_BYTES: usize = 1024;
+/// Longest object prefix: room for the default one, `<model_id>/<revision>`, and for a number behind it.
+const MAX_PREFIX_BYTES: usize = MAX_OBJECT_ID_BYTES / 4 * 3;
 
 /// One fault of a request.
 #[derive(Clone, Debug, PartialEq, Eq, Serialize, Deserialize)]
@@ -237,7 +239,9 @@ impl Validator {
         }
         let bytes: usize = targets.iter().map(String::len).sum();
         if bytes > MAX_TARGETS_BYTES {
-            let detail = format!("the target ids have {bytes} bytes together, the limit is {MAX_TARGETS_BYTES}: make two jobs");
+            let detail = format!(
+                "the target ids have {bytes} bytes together, the limit is {MAX_TARGETS_BYTES}: make two jobs"
+            );
             self.fault("/target_nodes", "limit_exceeded", detail);
             return None;
         }
@@ -262,16 +266,20 @@ impl Validator {
     }
 
     fn model(&mut self, spec: ModelSpec, base: &str) -> Option<ModelRef> {
-        let model = ModelRef {
-            model_id: self.component(spec.model_id, base, "model_id")?,
-            revision: self.component(spec.revision, base, "revision")?,
-            format: self.component(spec.format, base, "format")?,
-            provider: self.component(spec.provider, base, "provider")?,
-        };
-        Some(model)
+        // Each one is looked at before the first that is missing ends this.
+        let model_id = self.component(spec.model_id, base, "model_id");
+        let revision = self.component(spec.revision, base, "revision");
+        let format = self.component(spec.format, base, "format");
+        let provider = self.component(spec.provider, base, "provider");
+        Some(ModelRef {
+            model_id: model_id?,
+            revision: revision?,
+            format: format?,
+            provider: provider?,
+        })
     }
 
-    /// `None` only where a fault was recorded; the caller goes on so that every component is looked at.
+    /// `None` only where a fault was recorded.
     fn component(&mut self, value: Option<String>, base: &str, name: &str) -> Option<String> {
         let pointer = format!("{base}/{name}");
         let value = self.required(value, pointer.clone())?;
@@ -339,15 +347,16 @@ impl Validator {
             .map_or_else(String::new, |m| format!("{}/{}", m.model_id, m.revision));
         let shared = prefixes_shared(&files, &own_ref);
         let mut sources = Vec::with_capacity(files.len());
-        let mut out = Vec::with_capacity(files.len());
-        let faults_before = self.count;
+        let mut valid = Vec::with_capacity(files.len());
         for (i, file) in files.into_iter().enumerate() {
             sources.push(file.download_url.clone().unwrap_or_default());
-            out.extend(self.file(i, file, &own_ref, &shared));
+            let given = file.artifact.as_ref().is_some_and(|a| a.object_ids.is_some());
+            if let Some(file) = self.file(i, file, &own_ref, &shared) {
+                valid.push((i, given, file));
+            }
         }
-        if self.count == faults_before {
-            self.object_ids_distinct(&out);
-        }
+        self.object_ids_distinct(&valid);
+        let out = valid.into_iter().map(|(_, _, file)| file).collect();
         let manifest = Manifest {
             model: own?,
             file_manifest_version: version,
@@ -451,18 +460,14 @@ impl Validator {
                 .required(layout, format!("{base}/chunk_layout"))
                 .unwrap_or_default(),
         };
+        let prefix_given = layout.object_prefix.is_some();
         let prefix = layout.object_prefix.unwrap_or_else(|| own_ref.to_owned());
-        if prefix.is_empty() || prefix.len() > MAX_OBJECT_ID_BYTES / 2 || prefix.chars().any(char::is_control)
-        {
-            let detail = format!(
-                "must have 1 to {} bytes and no control characters",
-                MAX_OBJECT_ID_BYTES / 2
-            );
-            self.fault(
-                format!("{base}/chunk_layout/object_prefix"),
-                "invalid_prefix",
-                detail,
-            );
+        let fits = (1..=MAX_PREFIX_BYTES).contains(&prefix.len()) && !prefix.chars().any(char::is_control);
+        // A default prefix is wrong only where the model's name is, which is a fault of its own.
+        if prefix_given && !fits {
+            let detail = format!("must have 1 to {MAX_PREFIX_BYTES} bytes and no control characters");
+            let pointer = format!("{base}/chunk_layout/object_prefix");
+            self.fault(pointer, "invalid_prefix", detail);
         }
         let (chunk_size, chunk_count) =
             self.chunks(&base, size, layout.chunk_size_bytes, layout.chunk_count)?;
@@ -471,6 +476,16 @@ impl Validator {
             None if shared.contains(&prefix) => ObjectIds::derived(&format!("{prefix}/{path}"), chunk_count),
             None => ObjectIds::derived(&prefix, chunk_count),
         };
+        if let Some(id) = chunk_count.checked_sub(1).and_then(|last| objects.get(last))
+            && id.len() > MAX_OBJECT_ID_BYTES
+            && matches!(objects, ObjectIds::Pattern { .. })
+        {
+            let detail = format!(
+                "its object ids would have {} bytes, the limit is {MAX_OBJECT_ID_BYTES}: give object_ids or an object_prefix of its own",
+                id.len()
+            );
+            self.fault(format!("{base}/path"), "object_id_too_long", detail);
+        }
         Some(ManifestFile {
             path,
             size_bytes: size?,
@@ -591,30 +606,38 @@ impl Validator {
     }
 
     /// Across files; within a file duplicates were already found.
-    fn object_ids_distinct(&mut self, files: &[ManifestFile]) {
+    fn object_ids_distinct(&mut self, files: &[(usize, bool, ManifestFile)]) {
         if files.len() < 2 {
             return;
         }
-        let mut seen: HashSet<std::borrow::Cow<'_, str>> = HashSet::new();
-        let mut clashes = Vec::new();
-        for (i, file) in files.iter().enumerate() {
+        let mut owners: HashMap<std::borrow::Cow<'_, str>, usize> = HashMap::new();
+        let (mut clashes, mut more) = (Vec::new(), 0);
+        for (i, given, file) in files {
             for (n, id) in file.objects.iter().enumerate() {
-                if seen.contains(&id) {
-                    clashes.push((i, n, id.into_owned()));
-                } else {
-                    seen.insert(id);
+                match owners.get(&id) {
+                    Some(owner) if owner != i && clashes.len() >= MAX_FAULTS => more += 1,
+                    Some(owner) if owner != i => {
+                        // Derived ids are not in the request: what can be changed is their prefix.
+                        let member = if *given {
+                            format!("artifact/object_ids/{n}")
+                        } else {
+                            "chunk_layout/object_prefix".into()
+                        };
+                        clashes.push((format!("/manifest/files/{i}/{member}"), *owner, id.into_owned()));
+                    }
+                    Some(_) => {}
+                    None => {
+                        owners.insert(id, *i);
+                    }
                 }
             }
         }
-        drop(seen);
-        for (i, n, id) in clashes {
-            let pointer = format!("/manifest/files/{i}/artifact/object_ids/{n}");
-            self.fault(
-                pointer,
-                "duplicate_object_id",
-                format!("'{id}' is already an object of another file"),
-            );
+        drop(owners);
+        for (pointer, owner, id) in clashes {
+            let detail = format!("'{id}' is already an object of /manifest/files/{owner}");
+            self.fault(pointer, "duplicate_object_id", detail);
         }
+        self.count += more;
     }
 }
 
