@@ -309,6 +309,67 @@ fn derived_ids_fit_their_limit() {
     );
 }
 
+/// A few bytes that ask for 2^61 derived ids: refused, not counted out.
+#[test]
+fn a_small_request_cannot_ask_for_much_work() {
+    let mut body = rfc();
+    let mut file = body.pointer(FILE).unwrap().clone();
+    file.as_object_mut().unwrap().remove("artifact");
+    file["size_bytes"] = json!(1u64 << 60);
+    file["chunk_layout"]["chunk_size_bytes"] = json!(1);
+    file["chunk_layout"]["chunk_count"] = json!(1u64 << 60);
+    let mut other = file.clone();
+    other["path"] = json!("other.bin");
+    body["manifest"]["files"] = json!([file, other]);
+    body["manifest"]["total_size_bytes"] = json!(1u64 << 61);
+    let got: Vec<_> = run(body).unwrap_err().into_iter().map(|f| f.code).collect();
+    assert_eq!(got, ["limit_exceeded", "limit_exceeded"], "chunks and blocks");
+
+    let got = faults_of(&[("/manifest/files/0/path", Some(json!(vec!["d"; 65].join("/"))))]);
+    assert_eq!(got, ["/manifest/files/0/path limit_exceeded"]);
+}
+
+/// What is wrong with the chunks does not hide what is wrong with the ids, in any file.
+#[test]
+fn faults_do_not_hide_each_other() {
+    let mut body = rfc();
+    let second = body.pointer(FILE).unwrap().clone();
+    body["manifest"]["files"].as_array_mut().unwrap().push(second);
+    body["manifest"]["files"][0]["chunk_layout"]["chunk_count"] = json!(5);
+    body["manifest"]["files"][0]["artifact"]["object_ids"][1] = json!("elsewhere/x");
+    body["manifest"]["files"][1]["path"] = json!("/abs");
+    body["manifest"]["files"][1]
+        .as_object_mut()
+        .unwrap()
+        .remove("size_bytes");
+    body["manifest"]["files"][1]["chunk_layout"] = json!({"object_prefix": "demo-model/r1"});
+    let got: Vec<_> = run(body)
+        .unwrap_err()
+        .into_iter()
+        .map(|f| format!("{} {}", f.pointer, f.code))
+        .collect();
+    for want in [
+        "/manifest/files/0/chunk_layout/chunk_count chunk_count_mismatch",
+        "/manifest/files/0/artifact/object_ids/1 object_outside_prefix",
+        "/manifest/files/1/path absolute_path",
+        "/manifest/files/1/size_bytes missing",
+        "/manifest/files/1/chunk_layout/chunk_size_bytes missing",
+        "/manifest/files/1/chunk_layout/chunk_count missing",
+    ] {
+        assert!(got.iter().any(|g| g == want), "{want} in {got:?}");
+    }
+    // Answers do not grow with what is wrong.
+    let mut body = rfc();
+    body["manifest"]["files"][0]["artifact"]["object_ids"][1] = json!("x".repeat(100_000));
+    body["manifest"]["files"][0]["path"] = json!(format!("/{}", "y".repeat(100_000)));
+    let faults = run(body).unwrap_err();
+    assert!(
+        faults.iter().all(|f| f.detail.len() < 1000),
+        "{:?}",
+        faults.iter().map(|f| f.detail.len()).collect::<Vec<_>>()
+    );
+}
+
 #[test]
 fn every_fault_at_once() {
     let got = faults_of(&[

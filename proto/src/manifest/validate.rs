@@ -17,6 +17,10 @@ const MAX_ATTEMPTS: u32 = 10;
 const MAX_DEADLINE_S: u64 = 365 * 24 * 3600;
 /// Longest free-form string kept from a request (`checksum`, `artifact_key`, `file_manifest_version`).
 const MAX_TEXT_BYTES: usize = 1024;
+/// Deepest path: bounds the work of comparing every folder of every path with every file.
+const MAX_PATH_COMPONENTS: usize = 64;
+/// Longest piece of the caller's own text in a fault or a warning.
+const MAX_SHOWN_CHARS: usize = 200;
 /// Longest object prefix: room for the default one, `<model_id>/<revision>`, and for a number behind it.
 const MAX_PREFIX_BYTES: usize = MAX_OBJECT_ID_BYTES / 4 * 3;
 
@@ -320,7 +324,7 @@ impl Validator {
         if let (Some(model), Some(own)) = (&model, &own) {
             for ((name, want), (_, have)) in model.components().into_iter().zip(own.components()) {
                 if want != have {
-                    let detail = format!("is '{have}', but /model/{name} is '{want}'");
+                    let detail = format!("is '{}', but /model/{name} is '{}'", cut(have), cut(want));
                     self.fault(format!("/manifest/{name}"), "reference_mismatch", detail);
                 }
             }
@@ -341,7 +345,7 @@ impl Validator {
         }
 
         self.paths(&files);
-        self.limits(&files, total);
+        let countable = self.limits(&files, total);
         let own_ref = own
             .as_ref()
             .map_or_else(String::new, |m| format!("{}/{}", m.model_id, m.revision));
@@ -355,7 +359,10 @@ impl Validator {
                 valid.push((i, given, file));
             }
         }
-        self.object_ids_distinct(&valid);
+        // Never count out the ids of a manifest that is over the limit: a few bytes can ask for 2^60 of them.
+        if countable {
+            self.object_ids_distinct(&valid);
+        }
         let out = valid.into_iter().map(|(_, _, file)| file).collect();
         let manifest = Manifest {
             model: own?,
@@ -403,8 +410,8 @@ impl Validator {
         }
     }
 
-    /// The sums, in arithmetic that cannot overflow.
-    fn limits(&mut self, files: &[FileSpec], total: Option<u64>) {
+    /// The sums, in arithmetic that cannot overflow. Gives whether the number of chunks is within its limit.
+    fn limits(&mut self, files: &[FileSpec], total: Option<u64>) -> bool {
         let sum: u128 = files.iter().filter_map(|f| f.size_bytes).map(u128::from).sum();
         if let Some(total) = total
             && files.iter().all(|f| f.size_bytes.is_some())
@@ -436,6 +443,7 @@ impl Validator {
             );
             self.fault("/manifest/files", "limit_exceeded", detail);
         }
+        chunks <= u128::from(MAX_CHUNKS)
     }
 
     fn file(
@@ -469,10 +477,14 @@ impl Validator {
             let pointer = format!("{base}/chunk_layout/object_prefix");
             self.fault(pointer, "invalid_prefix", detail);
         }
-        let (chunk_size, chunk_count) =
-            self.chunks(&base, size, layout.chunk_size_bytes, layout.chunk_count)?;
-        let objects = match artifact.object_ids {
-            Some(ids) => self.object_ids(ids, &base, chunk_count, &prefix)?,
+        let chunks = self.chunks(&base, size, layout.chunk_size_bytes, layout.chunk_count);
+        let count = chunks.map(|(_, count)| count);
+        let given = artifact
+            .object_ids
+            .map(|ids| self.object_ids(ids, &base, count, fits.then_some(prefix.as_str())));
+        let (chunk_size, chunk_count) = chunks?;
+        let objects = match given {
+            Some(ids) => ids?,
             None if shared.contains(&prefix) => ObjectIds::derived(&format!("{prefix}/{path}"), chunk_count),
             None => ObjectIds::derived(&prefix, chunk_count),
         };
@@ -505,7 +517,7 @@ impl Validator {
             let what = if text.is_empty() {
                 "no checksum is given".to_owned()
             } else {
-                format!("'{text}' is not a SHA-256 digest")
+                format!("'{}' is not a SHA-256 digest", cut(text))
             };
             let what = format!("{what} (sha256:<64 hex digits>)");
             if self.options.require_checksums {
@@ -542,9 +554,8 @@ impl Validator {
         chunk_size: Option<u64>,
         count: Option<u64>,
     ) -> Option<(u64, u64)> {
-        let size = size?;
         let layout = format!("{base}/chunk_layout");
-        if size == 0 {
+        if size == Some(0) {
             if count.is_some_and(|c| c != 0) {
                 let detail = "an empty file has no chunks: chunk_count must be 0";
                 self.fault(format!("{layout}/chunk_count"), "chunk_count_mismatch", detail);
@@ -562,6 +573,7 @@ impl Validator {
             );
             return None;
         }
+        let size = size?;
         let want = size.div_ceil(chunk_size);
         let count = count?;
         if count != want {
@@ -572,37 +584,56 @@ impl Validator {
         Some((chunk_size, count))
     }
 
-    fn object_ids(&mut self, ids: Vec<String>, base: &str, count: u64, prefix: &str) -> Option<ObjectIds> {
+    /// Checks given ids against the number of chunks and the prefix, as far as these are known.
+    fn object_ids(
+        &mut self,
+        ids: Vec<String>,
+        base: &str,
+        count: Option<u64>,
+        prefix: Option<&str>,
+    ) -> Option<ObjectIds> {
         let pointer = format!("{base}/artifact/object_ids");
-        if ids.len() as u64 != count {
-            let detail = format!("{} ids are given for {count} chunks", ids.len());
+        let len = ids.len() as u64;
+        if let Some(count) = count
+            && count != len
+        {
+            let detail = format!("{len} ids are given for {count} chunks");
             self.fault(pointer.clone(), "object_count_mismatch", detail);
-        }
-        for (n, id) in ids.iter().enumerate() {
-            let inside = id
-                .strip_prefix(prefix)
-                .is_some_and(|rest| rest.len() > 1 && rest.starts_with('/'));
-            if !inside {
-                let detail = format!("'{id}' does not start with the object_prefix '{prefix}/'");
-                self.fault(format!("{pointer}/{n}"), "object_outside_prefix", detail);
-            } else if id.len() > MAX_OBJECT_ID_BYTES || id.chars().any(char::is_control) {
-                let detail =
-                    format!("must have at most {MAX_OBJECT_ID_BYTES} bytes and no control characters");
-                self.fault(format!("{pointer}/{n}"), "invalid_object_id", detail);
-            }
         }
         let mut seen = HashSet::with_capacity(ids.len());
         for (n, id) in ids.iter().enumerate() {
-            if !seen.insert(id.as_str()) {
-                self.fault(
-                    format!("{pointer}/{n}"),
-                    "duplicate_object_id",
-                    format!("'{id}' is already an object of this file"),
-                );
+            let inside = prefix.is_none_or(|prefix| {
+                let rest = id.strip_prefix(prefix);
+                rest.is_some_and(|rest| rest.len() > 1 && rest.starts_with('/'))
+            });
+            let new = seen.insert(id.as_str());
+            let well_formed = id.len() <= MAX_OBJECT_ID_BYTES && !id.chars().any(char::is_control);
+            if inside && new && well_formed {
+                continue;
+            }
+            if self.count >= MAX_FAULTS {
+                self.count += 1; // a million of them need no million texts
+                continue;
+            }
+            let pointer = format!("{pointer}/{n}");
+            let shown = cut(id);
+            if !inside {
+                let prefix = prefix.unwrap_or_default();
+                let detail = format!("'{shown}' does not start with the object_prefix '{prefix}/'");
+                self.fault(pointer.clone(), "object_outside_prefix", detail);
+            }
+            if !well_formed {
+                let detail =
+                    format!("must have at most {MAX_OBJECT_ID_BYTES} bytes and no control characters");
+                self.fault(pointer.clone(), "invalid_object_id", detail);
+            }
+            if !new {
+                let detail = format!("'{shown}' is already an object of this file");
+                self.fault(pointer, "duplicate_object_id", detail);
             }
         }
         drop(seen);
-        (ids.len() as u64 == count).then(|| ObjectIds::from_list(ids))
+        (Some(len) == count).then(|| ObjectIds::from_list(ids))
     }
 
     /// Across files; within a file duplicates were already found.
@@ -661,6 +692,14 @@ fn prefixes_shared(files: &[FileSpec], own_ref: &str) -> HashSet<String> {
     shared
 }
 
+/// The beginning of the caller's text, for people: an answer must not grow with what is wrong.
+fn cut(text: &str) -> std::borrow::Cow<'_, str> {
+    match text.char_indices().nth(MAX_SHOWN_CHARS) {
+        None => text.into(),
+        Some((end, _)) => format!("{}…", &text[..end]).into(),
+    }
+}
+
 /// A path that stays inside its folder on any POSIX filesystem.
 fn check_path(path: &str) -> Result<(), (&'static str, String)> {
     if path.is_empty() {
@@ -669,7 +708,10 @@ fn check_path(path: &str) -> Result<(), (&'static str, String)> {
     if path.starts_with('/') {
         return Err((
             "absolute_path",
-            format!("'{path}' is absolute: write it relative to the model's folder"),
+            format!(
+                "'{}' is absolute: write it relative to the model's folder",
+                cut(path)
+            ),
         ));
     }
     if path.len() > MAX_PATH_BYTES {
@@ -683,6 +725,10 @@ fn check_path(path: &str) -> Result<(), (&'static str, String)> {
             "invalid_character",
             format!("holds the control character {bad:?}"),
         ));
+    }
+    if path.split('/').count() > MAX_PATH_COMPONENTS {
+        let detail = format!("more than {MAX_PATH_COMPONENTS} components");
+        return Err(("limit_exceeded", detail));
     }
     for component in path.split('/') {
         match component {
@@ -741,7 +787,7 @@ fn check_source(text: &str) -> Result<(), (&'static str, String)> {
         "http" | "https" => Ok(()),
         other => Err((
             "unsupported_scheme",
-            format!("'{other}:' is not supported: {forms}"),
+            format!("'{}:' is not supported: {forms}", cut(other)),
         )),
     }
 }
