@@ -145,6 +145,56 @@ async fn a_full_disk_fails_one_follower_and_spares_the_others() -> Result<()> {
     Ok(())
 }
 
+/// The disk fills up in the middle: somebody else takes the space that was free at the start. Staging is
+/// preallocated, so what fails is what comes beside the data: journal and records.
+#[tokio::test]
+async fn a_disk_that_fills_up_in_the_middle_stages_whole_or_fails_clearly() -> Result<()> {
+    let dir = tempfile::tempdir()?;
+    let model = Model::create(dir.path(), "fillup", &[("a.bin", 16 << 20)])?;
+    let source = HttpSource::start(dir.path()).await?;
+    source.limit_rate(Some(4 << 20));
+    let small = Tmpfs::mount("20m")?;
+    let mut cluster = Cluster::start(ClusterOptions {
+        allow_sources: vec![source.url.clone()],
+        client_roots: vec![None, None, Some(small.0.path().to_owned())],
+        ..Default::default()
+    })
+    .await?;
+    let nodes = cluster.nodes.clone();
+    let targets: Vec<&str> = nodes.iter().map(String::as_str).collect();
+    let body = model.request("fillup", &source.url, &nodes[0], &targets)?;
+    cluster.post_job(&body).await?;
+    cluster
+        .wait_job("fillup", JOB, |s| {
+            let placements = s["placements"].as_array().map(Vec::as_slice).unwrap_or_default();
+            placements
+                .iter()
+                .any(|p| p["node_id"] == *nodes[2] && p["staged_bytes"].as_u64() > Some(0))
+        })
+        .await?;
+    // Until nothing fits any more.
+    let hog = small.0.path().join("hog");
+    let mut file = std::fs::File::create(&hog)?;
+    while std::io::Write::write_all(&mut file, &[0; 4096]).is_ok() {}
+    let job = cluster.wait_ended("fillup", JOB).await?;
+    for node in 0..2 {
+        assert_eq!(cluster.placement(&job, node)["state"], "staged", "{job:#}");
+    }
+    let third = cluster.placement(&job, 2);
+    if third["state"] == "staged" {
+        model.assert_equal(third["local_path"].as_str().context("path")?)?;
+    } else {
+        assert_eq!(third["state"], "failed", "{job:#}");
+        assert!(
+            third["last_error"].as_str().context("reason")?.contains("space"),
+            "{job:#}"
+        );
+        assert!(final_folders(&cluster.roots[2]).is_empty());
+    }
+    drop(cluster);
+    Ok(())
+}
+
 #[tokio::test]
 async fn a_dead_node_fails_within_the_grace() -> Result<()> {
     let dir = tempfile::tempdir()?;

@@ -8,7 +8,6 @@ use std::{
     fs::File,
     os::unix::fs::FileExt,
     path::{Path, PathBuf},
-    time::Duration,
 };
 
 /// DESIGN §9: re-fetches ≤ 2 × (outstanding requests × block) + unjournaled bytes (≤ 64 MiB). These models are
@@ -209,7 +208,7 @@ async fn a_frozen_follower_goes_on() -> Result<()> {
         .await?;
     cluster.clients[1].signal(rustix::process::Signal::STOP)?;
     // Longer than any heartbeat time-out, shorter than the grace: the node is suspected, then back.
-    tokio::time::sleep(Duration::from_secs(6)).await;
+    cluster.wait_node_status(1, "suspected").await?;
     cluster.clients[1].signal(rustix::process::Signal::CONT)?;
     finish(&mut cluster, &model, "fz").await?;
     assert_eq!(source.bytes_served_again(), 0);

@@ -82,6 +82,18 @@ async fn the_data_port_refuses_strangers() -> Result<()> {
                 other => panic!("{address} {purpose:?}: {other:?}"),
             }
         }
+        let foreign = HelloConfig {
+            cluster_id: "another".into(),
+            ..stranger(Some(SECRET))
+        };
+        let mut stream = tokio::net::TcpStream::connect(&address).await?;
+        match connect(&mut stream, &foreign, purpose).await {
+            Err(HelloError::Refused { code, message }) => {
+                assert_eq!(code, "wrong_cluster", "{address} {purpose:?}");
+                assert!(message.contains("'another'"), "{message}");
+            }
+            other => panic!("{address} {purpose:?}: {other:?}"),
+        }
         let mut stream = tokio::net::TcpStream::connect(&address).await?;
         connect(&mut stream, &stranger(Some(SECRET)), purpose)
             .await
