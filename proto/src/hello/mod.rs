@@ -5,8 +5,8 @@
 //! secret, bound to this connection's nonces and to everything both said (so a proof cannot be replayed or
 //! moved to another connection). Not guaranteed: secrecy or integrity of what follows; TLS will go below.
 //!
-//! The proof is HMAC-SHA256 (RFC 2104) over `role || 0 || ClientHello || ServerHello without its proof`, each
-//! message behind its length, in the manner of SCRAM's bound nonces (RFC 5802).
+//! The proof is HMAC-SHA256 (RFC 2104) over `role || 0 || ClientHello || ServerHello`, each message as it was sent,
+//! behind its length, in the manner of SCRAM's bound nonces (RFC 5802).
 
 mod grpc;
 
@@ -27,6 +27,8 @@ pub const HANDSHAKE_TIMEOUT: Duration = Duration::from_secs(5);
 /// Shortest secret that is accepted, in bytes.
 const MIN_SECRET_BYTES: usize = 16;
 const NONCE_BYTES: usize = 32;
+/// Longest piece of the other end's text in a message.
+const MAX_SHOWN_CHARS: usize = 128;
 
 /// The cluster's shared secret. Never printed.
 #[derive(Clone)]
@@ -216,42 +218,32 @@ where
         nonce: nonce(),
         has_secret: config.secret.is_some(),
     };
-    write(stream, &hello).await?;
-    let mut reply: pb::ServerHello = read(stream).await?;
+    let sent = write(stream, &hello).await?;
+    let (reply, received): (pb::ServerHello, _) = read(stream).await?;
     if let Some(r) = reply.refusal {
         return Err(refused(&r.code, r.message));
     }
     if !(PROTOCOL_VERSION_MIN..=PROTOCOL_VERSION).contains(&reply.version) {
-        return Err(refused(
-            "version_mismatch",
-            format!("the other end chose protocol version {}", reply.version),
-        ));
+        let message = format!("the other end chose protocol version {}", reply.version);
+        return Err(refused("version_mismatch", message));
     }
     if reply.cluster_id != config.cluster_id {
         return Err(wrong_cluster(&reply.cluster_id, &config.cluster_id));
     }
-    let proof = std::mem::take(&mut reply.proof);
-    let transcript = transcript(&hello, &reply);
-    let mut own = prost::bytes::Bytes::new();
+    let transcript = [sent, received].concat();
+    let (theirs, _): (pb::Proof, _) = read(stream).await?;
+    let mut own = pb::Proof::default();
     if let Some(secret) = &config.secret {
-        verify(secret, b"server", &transcript, &proof)?;
-        own = mac(secret, b"client", &transcript)
-            .finalize()
-            .into_bytes()
-            .to_vec()
-            .into();
+        verify(secret, b"server", &transcript, &theirs.proof)?;
+        own = prove(secret, b"client", &transcript);
     }
-    write(stream, &pb::ClientProof { proof: own }).await?;
-    let verdict: pb::Verdict = read(stream).await?;
+    write(stream, &own).await?;
+    let (verdict, _): (pb::Verdict, _) = read(stream).await?;
     if let Some(r) = verdict.refusal {
         return Err(refused(&r.code, r.message));
     }
-    Ok(peer(
-        reply.identity,
-        purpose,
-        reply.version,
-        reply.features & config.features,
-    ))
+    let features = reply.features & config.features;
+    Ok(peer(reply.identity, purpose, reply.version, features))
 }
 
 async fn accept_inner<S>(
@@ -262,57 +254,38 @@ async fn accept_inner<S>(
 where
     S: AsyncRead + AsyncWrite + Unpin,
 {
-    let hello: pb::ClientHello = read(stream).await?;
+    let (hello, received): (pb::ClientHello, _) = read(stream).await?;
     let (purpose, version) = match judge(&hello, config, allowed) {
         Ok(accepted) => accepted,
         Err(e) => {
-            let HelloError::Refused { code, message } = &e else {
-                return Err(e);
+            let refusal = pb::ServerHello {
+                refusal: wire_refusal(&e),
+                ..Default::default()
             };
-            let refusal = Some(pb::Refusal {
-                code: code.clone(),
-                message: message.clone(),
-            });
-            let _ = write(
-                stream,
-                &pb::ServerHello {
-                    refusal,
-                    ..Default::default()
-                },
-            )
-            .await;
+            let _ = write(stream, &refusal).await;
             return Err(e);
         }
     };
-    let mut reply = pb::ServerHello {
+    let reply = pb::ServerHello {
         version,
         features: config.features,
         cluster_id: config.cluster_id.clone(),
         identity: Some(identity(config)),
         nonce: nonce(),
-        proof: Default::default(),
         refusal: None,
     };
-    let transcript = transcript(&hello, &reply);
-    if let Some(secret) = &config.secret {
-        reply.proof = mac(secret, b"server", &transcript)
-            .finalize()
-            .into_bytes()
-            .to_vec()
-            .into();
-    }
-    write(stream, &reply).await?;
-    let answer: pb::ClientProof = read(stream).await?;
+    let sent = write(stream, &reply).await?;
+    let transcript = [received, sent].concat();
+    let own = config
+        .secret
+        .as_ref()
+        .map(|secret| prove(secret, b"server", &transcript));
+    write(stream, &own.unwrap_or_default()).await?;
+    let (theirs, _): (pb::Proof, _) = read(stream).await?;
     if let Some(secret) = &config.secret
-        && let Err(e) = verify(secret, b"client", &transcript, &answer.proof)
+        && let Err(e) = verify(secret, b"client", &transcript, &theirs.proof)
     {
-        let HelloError::Refused { code, message } = &e else {
-            return Err(e);
-        };
-        let refusal = Some(pb::Refusal {
-            code: code.clone(),
-            message: message.clone(),
-        });
+        let refusal = wire_refusal(&e);
         let _ = write(stream, &pb::Verdict { refusal }).await;
         return Err(e);
     }
@@ -323,6 +296,17 @@ where
         version,
         hello.features & config.features,
     ))
+}
+
+/// What the other end is told.
+fn wire_refusal(error: &HelloError) -> Option<pb::Refusal> {
+    match error {
+        HelloError::Refused { code, message } => Some(pb::Refusal {
+            code: code.clone(),
+            message: message.clone(),
+        }),
+        HelloError::Io(_) | HelloError::TimedOut => None,
+    }
 }
 
 fn judge(
@@ -384,10 +368,20 @@ fn judge(
 }
 
 fn wrong_cluster(a: &str, b: &str) -> HelloError {
-    refused(
-        "wrong_cluster",
-        format!("one end belongs to cluster '{a}', the other to '{b}': check --cluster-id and the address"),
-    )
+    let message = format!(
+        "one end belongs to cluster '{}', the other to '{}': check --cluster-id and the address",
+        cut(a),
+        cut(b)
+    );
+    refused("wrong_cluster", message)
+}
+
+/// The beginning of what a stranger says: neither an answer nor a log line may grow with it.
+fn cut(text: &str) -> &str {
+    match text.char_indices().nth(MAX_SHOWN_CHARS) {
+        Some((end, _)) => &text[..end],
+        None => text,
+    }
 }
 
 fn identity(config: &HelloConfig) -> pb::Identity {
@@ -415,18 +409,19 @@ fn nonce() -> prost::bytes::Bytes {
     nonce.to_vec().into()
 }
 
-fn transcript(hello: &pb::ClientHello, reply_without_proof: &pb::ServerHello) -> Vec<u8> {
-    let mut out = hello.encode_length_delimited_to_vec();
-    out.extend(reply_without_proof.encode_length_delimited_to_vec());
-    out
-}
-
 fn mac(secret: &Secret, role: &[u8], transcript: &[u8]) -> Hmac<sha2::Sha256> {
     let mut mac = Hmac::<sha2::Sha256>::new_from_slice(&secret.0).expect("HMAC takes a key of any length");
     mac.update(role);
     mac.update(&[0]);
     mac.update(transcript);
     mac
+}
+
+fn prove(secret: &Secret, role: &[u8], transcript: &[u8]) -> pb::Proof {
+    let proof = mac(secret, role, transcript).finalize().into_bytes();
+    pb::Proof {
+        proof: proof.to_vec().into(),
+    }
 }
 
 fn verify(secret: &Secret, role: &[u8], transcript: &[u8], proof: &[u8]) -> Result<(), HelloError> {
@@ -438,35 +433,40 @@ fn verify(secret: &Secret, role: &[u8], transcript: &[u8], proof: &[u8]) -> Resu
     })
 }
 
-async fn write<S: AsyncWrite + Unpin>(stream: &mut S, message: &impl Message) -> Result<(), HelloError> {
+/// Sends a message and gives its frame.
+async fn write<S: AsyncWrite + Unpin>(stream: &mut S, message: &impl Message) -> Result<Vec<u8>, HelloError> {
     let body = message.encode_to_vec();
-    assert!(
-        body.len() <= MAX_MESSAGE_BYTES as usize,
-        "a hello is small: node and cluster ids are bounded"
-    );
+    if body.len() > MAX_MESSAGE_BYTES as usize {
+        let what = format!(
+            "a hello of {} bytes: the cluster id or the node id is too long",
+            body.len()
+        );
+        return Err(io::Error::new(io::ErrorKind::InvalidInput, what).into());
+    }
     let mut frame = (body.len() as u32).to_be_bytes().to_vec();
     frame.extend(body);
     stream.write_all(&frame).await?;
     stream.flush().await?;
-    Ok(())
+    Ok(frame)
 }
 
-async fn read<M: Message + Default>(stream: &mut (impl AsyncRead + Unpin)) -> Result<M, HelloError> {
+/// Receives a message and gives its frame too.
+async fn read<M: Message + Default>(
+    stream: &mut (impl AsyncRead + Unpin),
+) -> Result<(M, Vec<u8>), HelloError> {
+    let stranger = || {
+        let message = "what arrived is not a Mooncake hello: check the address and the port";
+        refused("not_mooncake", message)
+    };
     let len = stream.read_u32().await?;
     if len > MAX_MESSAGE_BYTES {
-        return Err(refused(
-            "not_mooncake",
-            "what arrived is not a Mooncake hello: check the address and the port",
-        ));
+        return Err(stranger());
     }
-    let mut body = vec![0; len as usize];
-    stream.read_exact(&mut body).await?;
-    M::decode(body.as_slice()).map_err(|_| {
-        refused(
-            "not_mooncake",
-            "what arrived is not a Mooncake hello: check the address and the port",
-        )
-    })
+    let mut frame = len.to_be_bytes().to_vec();
+    frame.resize(4 + len as usize, 0);
+    stream.read_exact(&mut frame[4..]).await?;
+    let message = M::decode(&frame[4..]).map_err(|_| stranger())?;
+    Ok((message, frame))
 }
 
 #[cfg(test)]

@@ -104,12 +104,12 @@ async fn an_opener_without_the_secret_is_refused_by_the_acceptor() {
             ..Default::default()
         };
         write(&mut a, &hello).await.unwrap();
-        let reply: pb::ServerHello = read(&mut a).await.unwrap();
+        let (_, _): (pb::ServerHello, _) = read(&mut a).await.unwrap();
+        let (theirs, _): (pb::Proof, _) = read(&mut a).await.unwrap();
         // The server's own proof, reflected, must not do.
-        write(&mut a, &pb::ClientProof { proof: reply.proof })
-            .await
-            .unwrap();
-        read::<pb::Verdict>(&mut a).await.unwrap().refusal.unwrap().code
+        write(&mut a, &theirs).await.unwrap();
+        let (verdict, _): (pb::Verdict, _) = read(&mut a).await.unwrap();
+        verdict.refusal.unwrap().code
     };
     let (said, got) = tokio::join!(cheat, accept(&mut b, &server, &[Purpose::Session]));
     assert_eq!(said, "wrong_secret");
@@ -171,4 +171,52 @@ fn beyond_loopback_needs_a_secret() {
             .contains("--cluster-secret-file")
     );
     assert!(Secret::new(b"short").is_err());
+}
+
+/// A later version's fields are covered by the proofs of both ends, also of the one that does not know them.
+#[tokio::test]
+async fn unknown_fields_are_proven_too() {
+    let (mut a, mut b) = tokio::io::duplex(1 << 16);
+    let config = config("a", Some(SECRET));
+    let later = async {
+        let mut hello = pb::ClientHello {
+            magic: MAGIC.into(),
+            version_min: PROTOCOL_VERSION_MIN,
+            version_max: PROTOCOL_VERSION,
+            cluster_id: "a".into(),
+            purpose: pb::Purpose::Session as i32,
+            nonce: nonce(),
+            has_secret: true,
+            ..Default::default()
+        }
+        .encode_to_vec();
+        hello.extend([0xfa, 0x06, 1, 7]); // field 111, one byte
+        let mut sent = (hello.len() as u32).to_be_bytes().to_vec();
+        sent.extend(hello);
+        a.write_all(&sent).await.unwrap();
+        let (_, received): (pb::ServerHello, _) = read(&mut a).await.unwrap();
+        let (theirs, _): (pb::Proof, _) = read(&mut a).await.unwrap();
+        let transcript = [sent, received].concat();
+        let secret = config.secret.as_ref().unwrap();
+        verify(secret, b"server", &transcript, &theirs.proof).unwrap();
+        write(&mut a, &prove(secret, b"client", &transcript))
+            .await
+            .unwrap();
+        read::<pb::Verdict>(&mut a).await.unwrap().0.refusal
+    };
+    let (refusal, got) = tokio::join!(later, accept(&mut b, &config, &[Purpose::Session]));
+    assert_eq!((refusal, got.is_ok()), (None, true));
+}
+
+#[tokio::test]
+async fn a_long_name_is_refused_and_not_repeated() {
+    let long = "x".repeat(3500);
+    let (c, s) = shake(config(&long, None), config("a", None)).await;
+    for end in [c, s] {
+        let Err(HelloError::Refused { code, message }) = end else {
+            panic!("{end:?}")
+        };
+        assert_eq!(code, "wrong_cluster");
+        assert!(message.len() < 400, "{}", message.len());
+    }
 }
