@@ -81,10 +81,6 @@ impl Process {
         command
             .args(&self.args)
             .args(more)
-            .env(
-                "RUST_LOG",
-                std::env::var("RUST_LOG").unwrap_or_else(|_| "info".into()),
-            )
             .stdin(Stdio::null())
             .stdout(log.try_clone()?)
             .stderr(log);

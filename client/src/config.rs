@@ -107,7 +107,7 @@ pub struct Args {
     pub log_format: LogFormat,
 
     /// What to log: error, warn, info, debug, trace, or a filter such as info,mooncake_client::swarm=debug
-    #[arg(long, value_name = "FILTER", default_value = "info")]
+    #[arg(long, value_name = "FILTER", env = "RUST_LOG", default_value = "info")]
     pub log_level: String,
 }
 

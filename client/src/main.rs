@@ -19,7 +19,7 @@ fn main() -> ExitCode {
     let args = Args::read(std::env::args_os()).unwrap_or_else(|e| e.exit());
     let filter = match EnvFilter::try_new(&args.log_level) {
         Ok(filter) => filter,
-        Err(e) => return usage(&format!("--log-level '{}': {e}", args.log_level)),
+        Err(e) => return usage(&format!("--log-level (or RUST_LOG) '{}': {e}", args.log_level)),
     };
     let (text, json) = match args.log_format {
         // Colours are for terminals, not for files and journals.
