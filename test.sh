@@ -3,9 +3,20 @@
 # tests with real processes. Installs what it needs. Ends with one summary; exits 0 only if all of it passed.
 #
 # Usage: ./test.sh            everything
-#        ./test.sh NAME ...   only the named steps (fmt, clippy, crash, tests)
+#        ./test.sh NAME ...   only the named steps (fmt, clippy, crash, tests, quickstart)
 set -euo pipefail
 cd "$(dirname "$0")"
+
+only=("$@")
+for name in "$@"; do
+    case "$name" in
+    fmt | clippy | crash | tests | quickstart) ;;
+    *)
+        echo "test.sh: there is no step '$name'; the steps are fmt, clippy, crash, tests, quickstart" >&2
+        exit 2
+        ;;
+    esac
+done
 
 # python3-venv: the real model is loaded with the safetensors package; e2fsprogs, mount: disks that fail.
 scripts/setup.sh python3-venv e2fsprogs mount
@@ -32,15 +43,15 @@ step() {
         f=1 # it did not get as far as a result line: a build failed or a test program died
     fi
     passed=$((passed + p)) failed=$((failed + f)) skipped=$((skipped + s))
-    table+=("$(printf '%-8s %-7s %4d passed %3d failed %3d skipped  %4d s' "$name" "$ok" "$p" "$f" "$s" $((SECONDS - started)))")
+    table+=("$(printf '%-10s %-7s %4d passed %3d failed %3d skipped  %4d s' "$name" "$ok" "$p" "$f" "$s" $((SECONDS - started)))")
 }
 
-only=("$@")
 step fmt cargo fmt --check
 step clippy cargo clippy --quiet --workspace --all-targets -- -D warnings
 # First, because it builds the client with failpoints, which the binaries under test must not have.
 step crash cargo test --quiet --workspace --features mooncake-client/failpoints --test store_crash
 step tests bash -c 'cargo build --quiet --workspace --bins && cargo test --workspace --all-targets --no-fail-fast'
+step quickstart scripts/test-quickstart.sh
 
 printf '\n==== summary\n'
 printf '%s\n' "${table[@]}"
@@ -48,4 +59,7 @@ if [ "$skipped" != 0 ]; then
     echo "WARNING: $skipped tests were skipped; a skipped check counts as not done"
 fi
 echo "$passed passed, $failed failed, $skipped skipped"
-[ "$failed" = 0 ] && [ "$skipped" = 0 ]
+if [ "$passed" = 0 ]; then
+    echo "FAILED: nothing was checked"
+fi
+[ "$failed" = 0 ] && [ "$skipped" = 0 ] && [ "$passed" -gt 0 ]
