@@ -52,6 +52,8 @@ ended() {
 launch() {
     local log=$1
     shift
+    # Before anybody reads it: the new process may not have come that far.
+    : >"$log"
     env --default-signal=INT,QUIT QUICKSTART_TEST="$tmp" "$quickstart" "$@" >"$log" 2>&1 &
     pid=$!
 }
