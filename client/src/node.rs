@@ -37,6 +37,9 @@ const EXPIRE_AFTER_REGISTERED: Duration = Duration::from_secs(60);
 /// was journaled is kept.
 const STOP_TIMEOUT: Duration = Duration::from_secs(10);
 
+/// For the goodbye to the master, which takes a second at most, and the end of the session's thread.
+const SESSION_STOP_TIMEOUT: Duration = Duration::from_secs(3);
+
 /// A running node.
 pub struct Node {
     node_id: String,
@@ -251,13 +254,21 @@ impl Node {
         }
     }
 
-    /// Not ready, goodbye to the master, tasks stopped, journals flushed, ports closed.
+    /// Not ready, goodbye to the master, tasks stopped, journals flushed, ports closed; each in bounded time.
     pub async fn shutdown(mut self) {
         tracing::info!(node = %self.node_id, "stopping");
         self.http.draining.store(true, Ordering::Relaxed);
         // First: the master gives this node's work to others while the tasks end here.
         if let Some(session) = self.session.take() {
-            session.stop().await;
+            if tokio::time::timeout(SESSION_STOP_TIMEOUT, session.stop())
+                .await
+                .is_err()
+            {
+                tracing::warn!(
+                    "the session did not end within {} s: leaving it",
+                    SESSION_STOP_TIMEOUT.as_secs()
+                );
+            }
         }
         self.stop.cancel();
         if tokio::time::timeout(STOP_TIMEOUT, self.executor.shutdown())
@@ -278,7 +289,13 @@ impl Node {
             }
         });
         let _ = tokio::time::timeout(STOP_TIMEOUT, flush).await;
-        while self.vital.join_next().await.is_some() {}
+        let ended = async { while self.vital.join_next().await.is_some() {} };
+        if tokio::time::timeout(STOP_TIMEOUT, ended).await.is_err() {
+            tracing::warn!(
+                "the ports did not close within {} s: leaving them",
+                STOP_TIMEOUT.as_secs()
+            );
+        }
         tracing::info!(node = %self.node_id, "stopped");
     }
 }

@@ -2,7 +2,8 @@
 //!
 //! Every address is tried, for ever. A redirect is followed at once (a few times in a row); after a loss the
 //! masters are tried one after the other without a pause, the lost one last; a round in which nobody took the
-//! node is followed by a pause that grows, with jitter so that a thousand nodes do not come back in step.
+//! node is followed by a pause that grows, with jitter so that a thousand nodes do not come back in step. So is a
+//! session that was lost at once.
 
 use std::time::Duration;
 
@@ -15,6 +16,9 @@ const LONGEST_PAUSE: Duration = Duration::from_secs(2);
 const LONGEST_PAUSE_IN_ELECTION: Duration = Duration::from_millis(250);
 /// After a round in which every master that answered refused the node: somebody has to change something.
 const PAUSE_WHEN_REFUSED: Duration = Duration::from_secs(5);
+/// A session that ends sooner has failed: each one costs the masters a commit, so that the next is not begun
+/// without a pause, which grows while it goes on like that.
+const LEAST_SESSION: Duration = Duration::from_secs(5);
 /// Redirects followed without a pause: masters that send a node in circles are in an election.
 const MAX_REDIRECTS: u32 = 3;
 /// Rounds in which a master that fell silent is passed over while others answer that they know no leader (about
@@ -59,6 +63,9 @@ pub struct Dialer {
     in_election: bool,
     met_refusal: bool,
     pause: Option<Duration>,
+    /// Sessions in a row that ended at once, and the pause after the last of them.
+    short_sessions: u32,
+    short_pause: Option<Duration>,
 }
 
 impl Dialer {
@@ -82,6 +89,8 @@ impl Dialer {
             in_election: false,
             met_refusal: false,
             pause: None,
+            short_sessions: 0,
+            short_pause: None,
         }
     }
 
@@ -96,6 +105,7 @@ impl Dialer {
         let pause = self
             .pause
             .take()
+            .max(self.short_pause.take())
             .map_or(Duration::ZERO, |p| p.mul_f64(0.5 + jitter.clamp(0.0, 1.0)));
         let address = match self.hint.take() {
             Some(hint) => hint,
@@ -147,6 +157,16 @@ impl Dialer {
         if let Some(at) = all.iter().position(|a| a == address) {
             self.cursor = (at + 1) % all.len();
         }
+    }
+
+    /// How long the session lasted that ended now, however it ended.
+    pub fn lasted(&mut self, lasted: Duration) {
+        if lasted >= LEAST_SESSION {
+            self.short_sessions = 0;
+            return;
+        }
+        self.short_pause = Some(grown(self.short_sessions, LONGEST_PAUSE));
+        self.short_sessions = self.short_sessions.saturating_add(1);
     }
 
     /// What came of it.
@@ -204,8 +224,12 @@ impl Dialer {
     }
 
     fn grown(&self, longest: Duration) -> Duration {
-        FIRST_PAUSE.saturating_mul(1 << self.rounds.min(10)).min(longest)
+        grown(self.rounds, longest)
     }
+}
+
+fn grown(rounds: u32, longest: Duration) -> Duration {
+    FIRST_PAUSE.saturating_mul(1 << rounds.min(10)).min(longest)
 }
 
 #[cfg(test)]
@@ -265,6 +289,26 @@ mod tests {
         assert_eq!(next(&mut d), ("x:9".into(), 0));
         d.registered("x:9", &[]);
         assert!(d.addresses().contains(&"x:9".to_owned()));
+    }
+
+    #[test]
+    fn sessions_that_are_lost_at_once_come_after_pauses_that_grow() {
+        let mut d = dialer();
+        let mut session = |lasted_ms, ended: &Ended| {
+            let (address, pause) = next(&mut d);
+            d.registered(&address, &[]);
+            d.lasted(Duration::from_millis(lasted_ms));
+            d.ended(ended);
+            pause
+        };
+        let redirected = Ended::Redirected("b:1".into());
+        let mut pauses: Vec<_> = (0..8).map(|_| session(1, &Ended::Lost)).collect();
+        assert_eq!(pauses, [0, 50, 100, 200, 400, 800, 1600, 2000]);
+        pauses = (0..3).map(|_| session(4999, &redirected)).collect();
+        assert_eq!(pauses, [2000; 3], "nor in circles");
+        session(5000, &Ended::Lost);
+        pauses = (0..2).map(|_| session(1, &Ended::Lost)).collect();
+        assert_eq!(pauses, [0, 50], "a session that held clears it");
     }
 
     #[test]

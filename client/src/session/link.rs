@@ -26,7 +26,10 @@ use std::{
     task::{Context, Poll},
     time::Duration,
 };
-use tokio::{sync::mpsc, time::Instant};
+use tokio::{
+    sync::{Semaphore, mpsc},
+    time::Instant,
+};
 use tokio_util::sync::CancellationToken;
 
 /// For TCP, the hello and the opening of the stream. A frozen master's kernel still accepts connections: this
@@ -45,6 +48,9 @@ const LEAST_SILENCE: Duration = Duration::from_secs(1);
 const HEARTBEAT_INTERVAL_RANGE: (Duration, Duration) = (Duration::from_millis(50), Duration::from_secs(30));
 /// Where the master names none.
 const DEFAULT_HEARTBEAT_INTERVAL: Duration = Duration::from_millis(500);
+/// For what a registration says of the store, which may wait for a disk. It does not go without the fence; of the
+/// space it says what was known last.
+const FACTS_TIMEOUT: Duration = Duration::from_secs(2);
 /// For a goodbye to leave.
 const GOODBYE_TIMEOUT: Duration = Duration::from_secs(1);
 /// Room for the framing around the largest frame.
@@ -59,6 +65,12 @@ pub(super) struct Fixed {
     pub(super) executor: Executor,
     /// Sampled elsewhere: asking a disk may block.
     pub(super) free_bytes: Arc<AtomicU64>,
+    /// As the disk said it last.
+    pub(super) capacity_bytes: Arc<AtomicU64>,
+    /// Questions to the disk: one of each kind at a time, so that a disk that hangs does not take the threads that
+    /// look up the masters' names.
+    pub(super) space_turn: Arc<Semaphore>,
+    pub(super) fence_turn: Arc<Semaphore>,
     /// Where the pump runs.
     pub(super) main: tokio::runtime::Handle,
     pub(super) stop: CancellationToken,
@@ -94,8 +106,15 @@ pub(super) async fn run(
         beats_end: false,
     };
 
-    let Some(register) = fixed.register_now().await else {
-        return unreachable("the store does not answer");
+    let register = tokio::select! {
+        () = fixed.stop.cancelled() => return LinkEnd::Stopped,
+        register = fixed.register_now() => register,
+    };
+    let Some(register) = register else {
+        return unreachable(format!(
+            "this node's own store did not answer within {} s: is its disk stuck?",
+            FACTS_TIMEOUT.as_secs()
+        ));
     };
     if data.send(node_frame(NodeBody::Register(register))).await.is_err() {
         return unreachable("the stream ended before it began");
@@ -149,7 +168,7 @@ pub(super) async fn run(
 
     blobs.restart();
     let _heart = AbortOnDrop(tokio::spawn(heart(beats, interval, fixed.free_bytes.clone())));
-    let pump = AbortOnDrop(fixed.main.spawn(pump(fixed.facts.clone(), data.clone())));
+    let mut pump = AbortOnDrop(fixed.main.spawn(pump(fixed.facts.clone(), data.clone())));
     let silence = (interval * SILENT_INTERVALS).max(LEAST_SILENCE);
     let mut deadline = Instant::now() + silence;
     loop {
@@ -161,6 +180,14 @@ pub(super) async fn run(
                 return LinkEnd::Stopped;
             }
             message = inbound.message() => message,
+            // With the stream, which `inbound` will say too, or by a fault: without it the master would hear
+            // nothing any more but heartbeats.
+            ended = &mut pump.0 => {
+                return lost(match ended {
+                    Ok(()) => "the stream to the master closed".into(),
+                    Err(e) => format!("a fault in mooncake_client ended this node's reports ({e}); please report it"),
+                });
+            }
             () = tokio::time::sleep_until(deadline) => {
                 return lost(format!("the master was silent for {} ms", silence.as_millis()));
             }
@@ -324,23 +351,48 @@ fn node_frame(body: NodeBody) -> pb::NodeFrame {
 
 impl Fixed {
     async fn register_now(&self) -> Option<pb::Register> {
-        let store = self.facts.store.clone();
-        let facts = tokio::task::spawn_blocking(move || {
-            (
-                store.capacity_bytes().unwrap_or(0),
-                store.free_bytes().unwrap_or(0),
-                store.highest_fence(),
-            )
+        let (store, free, capacity) = (
+            self.facts.store.clone(),
+            self.free_bytes.clone(),
+            self.capacity_bytes.clone(),
+        );
+        let space = ask(&self.space_turn, FACTS_TIMEOUT, move || {
+            if let Ok(bytes) = store.free_bytes() {
+                free.store(bytes, Ordering::Relaxed);
+            }
+            if let Ok(bytes) = store.capacity_bytes() {
+                capacity.store(bytes, Ordering::Relaxed);
+            }
         });
-        let (capacity_bytes, free_bytes, highest_fence) = facts.await.ok()?;
-        self.free_bytes.store(free_bytes, Ordering::Relaxed);
+        let store = self.facts.store.clone();
+        let fence = ask(&self.fence_turn, FACTS_TIMEOUT, move || store.highest_fence());
+        let (_, highest_fence) = tokio::join!(space, fence);
         Some(pb::Register {
-            capacity_bytes,
-            free_bytes,
-            highest_fence: Some(highest_fence.into()),
+            capacity_bytes: self.capacity_bytes.load(Ordering::Relaxed),
+            free_bytes: self.free_bytes.load(Ordering::Relaxed),
+            highest_fence: Some(highest_fence?.into()),
             ..self.register.clone()
         })
     }
+}
+
+/// Asks what may hang, in turn; `None` if there is no answer in time. The question stays under way then, and keeps
+/// its turn.
+async fn ask<T: Send + 'static>(
+    turn: &Arc<Semaphore>,
+    patience: Duration,
+    question: impl FnOnce() -> T + Send + 'static,
+) -> Option<T> {
+    let answer = async {
+        let turn = turn.clone().acquire_owned().await.ok()?;
+        let asked = tokio::task::spawn_blocking(move || {
+            let answer = question();
+            drop(turn);
+            answer
+        });
+        asked.await.ok()
+    };
+    tokio::time::timeout(patience, answer).await.ok().flatten()
 }
 
 /// Ends a task with the connection it belongs to.
@@ -399,6 +451,21 @@ mod tests {
         assert_eq!(stream.next().await, Some(beat));
         assert_eq!(stream.next().await, Some(holdings));
         assert_eq!(stream.next().await, None);
+    }
+
+    #[tokio::test]
+    async fn a_question_that_hangs_takes_one_thread_and_no_time() {
+        let turn = Arc::new(Semaphore::new(1));
+        let (answer, hangs) = std::sync::mpsc::channel::<u32>();
+        let short = Duration::from_millis(20);
+        assert_eq!(ask(&turn, short, move || hangs.recv().unwrap()).await, None);
+        let asked = Arc::new(AtomicU64::new(0));
+        let second = asked.clone();
+        let question = move || second.fetch_add(1, Ordering::Relaxed);
+        assert_eq!(ask(&turn, short, question).await, None, "the first has the turn");
+        assert_eq!(asked.load(Ordering::Relaxed), 0, "it was not even begun");
+        answer.send(1).unwrap();
+        assert_eq!(ask(&turn, Duration::from_secs(60), || 7).await, Some(7));
     }
 
     #[test]

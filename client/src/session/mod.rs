@@ -31,7 +31,7 @@ use std::{
     time::Duration,
 };
 use tokio::{
-    sync::{oneshot, watch},
+    sync::{Semaphore, oneshot, watch},
     time::Instant,
 };
 use tokio_util::sync::CancellationToken;
@@ -98,12 +98,15 @@ impl Session {
             facts,
             executor,
             free_bytes: config.free_bytes,
+            capacity_bytes: Arc::default(),
+            space_turn: Arc::new(Semaphore::new(1)),
+            fence_turn: Arc::new(Semaphore::new(1)),
             main: tokio::runtime::Handle::current(),
             stop: stop.clone(),
         };
         let runtime = tokio::runtime::Builder::new_current_thread()
             .enable_all()
-            // Name look-ups and the facts of a registration.
+            // Two questions to the disk for a registration, the rest for name look-ups.
             .max_blocking_threads(4)
             .build()?;
         std::thread::Builder::new()
@@ -144,7 +147,9 @@ async fn run(fixed: &Fixed, masters: Vec<String>, status: &watch::Sender<Status>
             () = fixed.stop.cancelled() => return,
             () = tokio::time::sleep(pause) => {}
         }
+        let mut welcomed = None;
         let end = link::run(fixed, &address, &mut blobs, |welcome| {
+            welcomed = Some(Instant::now());
             dialer.registered(&address, &welcome.master_addresses);
             log.registered(&address, welcome);
             status.send_replace(Status::Registered {
@@ -154,7 +159,11 @@ async fn run(fixed: &Fixed, masters: Vec<String>, status: &watch::Sender<Status>
                 incarnation: welcome.incarnation,
             });
         });
-        match end.await {
+        let end = end.await;
+        if let Some(at) = welcomed {
+            dialer.lasted(at.elapsed());
+        }
+        match end {
             LinkEnd::Stopped => return,
             LinkEnd::Ended(ended, why) => {
                 log.ended(&address, &ended, &why);

@@ -327,22 +327,32 @@ impl Chooser {
         }
     }
 
-    /// A peer cannot be asked for a block any more.
-    pub fn retract(&mut self, peer: PeerIndex, block: u32) {
+    /// A peer cannot be asked for a block any more. `true`: it was asked, and what it would send is of no use;
+    /// the request is to be canceled.
+    pub fn retract(&mut self, peer: PeerIndex, block: u32) -> bool {
         let Some(p) = self.peers.get_mut(&peer) else {
-            return;
+            return false;
         };
-        if p.has.clear(block) && p.stalled_since_us.is_none() {
-            let traits = p.traits;
+        let (traits, stalled) = (p.traits, p.stalled_since_us.is_some());
+        let standing = p.asked.get_mut(&block).filter(|a| !a.canceled);
+        let released = standing.map(|a| a.canceled = true).is_some();
+        if p.has.clear(block) && !stalled {
             self.count_one(&traits, block, false);
         }
+        if released {
+            self.release(peer, block);
+        }
+        released
     }
 
     /// A peer lost everything it had.
     pub fn retract_all(&mut self, peer: PeerIndex) {
         let Some(p) = self.peers.get(&peer) else { return };
         let blocks: Vec<u32> = p.has.iter().collect();
-        blocks.into_iter().for_each(|b| self.retract(peer, b));
+        for block in blocks {
+            // Nothing to cancel: it declines what it has not.
+            self.retract(peer, block);
+        }
     }
 
     /// A block is held: verified, or found on the disk.
@@ -617,7 +627,9 @@ impl Chooser {
     pub fn declined(&mut self, peer: PeerIndex, block: u32, why: Decline, now_us: u64) {
         self.answered(peer, block, None, now_us);
         match why {
-            Decline::NotHeld => self.retract(peer, block),
+            Decline::NotHeld => {
+                self.retract(peer, block);
+            }
             Decline::Busy => {
                 if let Some(p) = self.peers.get_mut(&peer) {
                     p.busy_until_us = now_us + BUSY_US;
@@ -708,10 +720,13 @@ impl Chooser {
             if now_us < oldest.max(p.last_delivery_us) + STALL_US.max(usual) {
                 continue;
             }
-            // Where nobody else has a block, waiting is all there is.
+            // Where nobody else has a block, waiting is all there is; where every request is canceled, it owes
+            // an answer all the same.
             let standing = p.asked.iter().filter(|(_, a)| !a.canceled).map(|(b, _)| *b);
-            let cancel: Vec<u32> = standing.filter(|b| self.holders[*b as usize] > 1).collect();
-            if cancel.is_empty() {
+            let standing: Vec<u32> = standing.collect();
+            let others_have = |b: &u32| self.holders[*b as usize] > 1;
+            let cancel: Vec<u32> = standing.iter().copied().filter(others_have).collect();
+            if cancel.is_empty() && !standing.is_empty() {
                 continue;
             }
             self.count(peer, false);

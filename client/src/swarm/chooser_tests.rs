@@ -243,6 +243,31 @@ fn a_peer_that_stays_stalled_is_dropped() {
 }
 
 #[test]
+fn a_request_whose_word_does_not_count_any_more_stands_in_nobodys_way() {
+    let mut c = chooser(1);
+    for n in 0..2 {
+        add(&mut c, n, traits(n, false));
+    }
+    c.announce(0, 0);
+    assert_eq!(c.next(0).map(|p| p.peer), Some(0));
+    // Another word counts: 1 has the right block, what 0 would send is of no use.
+    assert!(c.retract(0, 0), "the request is to be canceled");
+    assert!(!c.retract(0, 0), "once");
+    c.announce(1, 0);
+    assert_eq!(c.next(1).map(|p| p.peer), Some(1), "at once");
+    // It does not even answer the cancel: it is stalled, then dropped.
+    c.delivered(1, 0, BS.into(), 2);
+    c.failed(0);
+    let stall = |drop| Stall {
+        peer: 0,
+        cancel: vec![],
+        drop,
+    };
+    assert_eq!(c.tick(STALL_US), [stall(false)]);
+    assert_eq!(c.tick(STALL_US + STALL_DROP_US), [stall(true)]);
+}
+
+#[test]
 fn endgame_asks_a_second_peer_for_late_blocks_only_and_rarely() {
     let mut c = chooser(8);
     for n in 0..4 {
@@ -379,7 +404,8 @@ proptest! {
                     }
                 }
                 Op::Retract(p, b) => {
-                    c.retract(p, b % blocks);
+                    let standing = c.peers.get(&p).and_then(|p| p.asked.get(&(b % blocks))).is_some_and(|a| !a.canceled);
+                    prop_assert_eq!(c.retract(p, b % blocks), standing);
                     if let Some((_, has)) = peers.get_mut(&p) {
                         has.remove(&(b % blocks));
                     }

@@ -7,7 +7,7 @@ use super::{
     bits::Bits,
     chooser::{Chooser, Decline, PeerTraits, hash_id},
     link::{Event, Link},
-    repair::{ListFetch, ListState},
+    repair::ListState,
     words::{Change, PeerIndex, Words},
 };
 use crate::{
@@ -33,8 +33,9 @@ use tokio_util::sync::CancellationToken;
 /// Most peers that one fetch is connected to: enough that every block is near, few enough that what they say
 /// costs nothing. The master's peer sets are smaller where clusters are large.
 const MAX_PEERS: usize = 64;
-/// Events that wait for the loop before the links have to.
-const EVENT_QUEUE: usize = 1024;
+/// Events that wait for the loop before the links have to: what a peer says may be 295 KB at a time (blocks are
+/// in the buffer budget beside), and a loop that is woken takes all of them at once.
+const EVENT_QUEUE: usize = 64;
 /// How often stalls, retries and deferred blocks are looked at while something is missing.
 const TICK: Duration = Duration::from_millis(50);
 /// First wait before a peer is dialled again; doubles up to [`RETRY_MAX`].
@@ -114,7 +115,7 @@ pub(super) enum Done {
 
 /// The state of one fetch.
 pub(super) struct Fetch {
-    swarm: Arc<Inner>,
+    pub(super) swarm: Arc<Inner>,
     pub(super) artifact: Arc<Artifact>,
     counters: Arc<TransferCounters>,
     bad_sources: BadSources,
@@ -429,7 +430,7 @@ impl Fetch {
 
     /// Ends a session; the peer stays on the list and is dialled again in its time. `broken`: it sent bad
     /// bytes, so that its word is worth nothing.
-    fn leave(&mut self, peer: PeerIndex, broken: bool) {
+    pub(super) fn leave(&mut self, peer: PeerIndex, broken: bool) {
         let Some(session) = self.sessions.remove(&peer) else {
             return;
         };
@@ -471,7 +472,9 @@ impl Fetch {
 
     pub(super) fn apply(&mut self, block: u32, change: Change) {
         for peer in change.unusable {
-            self.chooser.retract(peer, block);
+            if self.chooser.retract(peer, block) {
+                self.cancel(peer, block);
+            }
         }
         for peer in change.usable {
             self.chooser.announce(peer, block);
@@ -552,16 +555,16 @@ impl Fetch {
             return;
         };
         let now_us = self.now_us();
+        // The peer is held to its own word; if another word counts by now, the bytes are of no use.
+        if self.words.expected(block) != Some(promised) {
+            self.chooser.declined(peer, block, Decline::Canceled, now_us);
+            return;
+        }
         let delivery = self.chooser.delivered(peer, block, bytes.len() as u64, now_us);
         for other in delivery.cancel {
             self.cancel(other, block);
         }
         if !delivery.wanted {
-            return;
-        }
-        // The peer is held to its own word; if another word counts by now, the bytes are of no use.
-        if self.words.expected(block) != Some(promised) {
-            self.chooser.failed(block);
             return;
         }
         #[cfg(test)]
@@ -668,6 +671,7 @@ impl Fetch {
             return Err(TaskFailure::retryable("staging_closed", message));
         }
         self.dial_due();
+        self.list_overdue();
         if !self.chooser.whole() && self.last_progress.elapsed() >= REPORT_EVERY {
             self.last_progress = Instant::now();
             let errors: Vec<_> = self
@@ -684,26 +688,6 @@ impl Fetch {
             );
         }
         Ok(())
-    }
-
-    /// The list fetch that is due, if any peer can give the list.
-    pub(super) fn start_list(&mut self, seal: &Seal) {
-        let found = self
-            .sessions
-            .iter()
-            .find(|(_, s)| s.own_root == Some(seal.root))
-            .map(|(p, _)| *p);
-        let Some(peer) = found else { return };
-        let session = &self.sessions[&peer];
-        match ListFetch::start(
-            peer,
-            &session.link,
-            session.subscription,
-            self.artifact.blocks().len(),
-        ) {
-            Ok(fetch) => self.list.started(fetch),
-            Err(_) => self.leave(peer, false),
-        }
     }
 }
 

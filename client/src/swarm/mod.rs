@@ -75,6 +75,8 @@ pub struct SwarmConfig {
     pub rack: Option<String>,
     /// First penalty of a peer that sent bad bytes; quadruples each time.
     pub penalty: Duration,
+    /// How long a peer that was asked for its digest list may send no part of it before another is asked.
+    pub list_timeout: Duration,
     /// Breaks the rule that everything is verified, to see that the tests notice.
     #[cfg(test)]
     pub trust_anything: bool,
@@ -89,6 +91,8 @@ impl Default for SwarmConfig {
             max_writers: (2 * cores).clamp(4, 32),
             rack: None,
             penalty: Duration::from_secs(30),
+            // A slow peer sends at most one block before it answers.
+            list_timeout: Duration::from_secs(10),
             #[cfg(test)]
             trust_anything: false,
         }

@@ -2,10 +2,11 @@
 //!
 //! When the seal is known, the digest list of a whole peer whose root equals it is fetched early: from then on
 //! every block is checked against what is proven. A list that does not reproduce the root is no list, and its
-//! giver is reported. What is held and differs from the proven list is forgotten and fetched again.
+//! giver is reported. What is held and differs from the proven list is forgotten and fetched again. A peer that
+//! was asked for its list and stays silent is passed over for the next one that has it, and in the end left.
 
 use super::{
-    fetch::{Done, Fetch},
+    fetch::{Done, Fetch, Session},
     link::{Closed, DIGESTS_PER_FRAME, Link},
     words::PeerIndex,
 };
@@ -14,28 +15,29 @@ use mooncake_proto::{
     digest::Digest,
     manifest::{Seal, root},
 };
-use std::{io, sync::Arc};
+use std::{collections::BTreeSet, io, sync::Arc, time::Instant};
 
 /// A digest list on its way here.
-pub(super) struct ListFetch {
+struct ListFetch {
     peer: PeerIndex,
     parts: Vec<Option<Vec<Digest>>>,
+    /// When it was asked for, or its last part came.
+    since: Instant,
 }
 
 impl ListFetch {
     /// Asks for the whole list, in frames.
-    pub(super) fn start(
-        peer: PeerIndex,
-        link: &Link,
-        subscription: u32,
-        blocks: u32,
-    ) -> Result<Self, Closed> {
+    fn start(peer: PeerIndex, link: &Link, subscription: u32, blocks: u32) -> Result<Self, Closed> {
         let mut parts = Vec::new();
         for first in (0..blocks).step_by(DIGESTS_PER_FRAME as usize) {
             link.fetch_digests(subscription, first, DIGESTS_PER_FRAME.min(blocks - first))?;
             parts.push(None);
         }
-        Ok(Self { peer, parts })
+        Ok(Self {
+            peer,
+            parts,
+            since: Instant::now(),
+        })
     }
 }
 
@@ -43,6 +45,8 @@ impl ListFetch {
 #[derive(Default)]
 pub(super) struct ListState {
     fetch: Option<ListFetch>,
+    /// Peers that were asked and stayed silent.
+    silent: BTreeSet<PeerIndex>,
     /// A list is being checked, or what it proves is being applied: no other is fetched meanwhile.
     applying: bool,
     /// The own root is being computed.
@@ -52,10 +56,6 @@ pub(super) struct ListState {
 }
 
 impl ListState {
-    pub(super) fn started(&mut self, fetch: ListFetch) {
-        self.fetch = Some(fetch);
-    }
-
     pub(super) fn own_root(&mut self, seal: Option<Seal>) {
         self.computing = false;
         self.own = seal;
@@ -63,6 +63,7 @@ impl ListState {
 
     /// The peer is gone: its list will not come.
     pub(super) fn left(&mut self, peer: PeerIndex) {
+        self.silent.remove(&peer);
         if self.fetch.as_ref().is_some_and(|f| f.peer == peer) {
             self.fetch = None;
         }
@@ -125,6 +126,59 @@ impl Fetch {
         Ok(false)
     }
 
+    /// The list fetch that is due, if any peer can give the list.
+    fn start_list(&mut self, seal: &Seal) {
+        let found = self
+            .sessions
+            .iter()
+            .find(|(p, s)| s.own_root == Some(seal.root) && !self.list.silent.contains(p))
+            .map(|(p, _)| *p);
+        let Some(peer) = found else { return };
+        let session = &self.sessions[&peer];
+        match ListFetch::start(
+            peer,
+            &session.link,
+            session.subscription,
+            self.artifact.blocks().len(),
+        ) {
+            Ok(fetch) => self.list.fetch = Some(fetch),
+            Err(_) => self.leave(peer, false),
+        }
+    }
+
+    /// Gives up a list that does not come, so that the next peer is asked; where there is none, leaves the silent
+    /// ones, so that a new connection may do better.
+    pub(super) fn list_overdue(&mut self) {
+        let timeout = self.swarm.config.list_timeout;
+        if let Some(fetch) = self.list.fetch.take_if(|f| f.since.elapsed() >= timeout) {
+            self.list.silent.insert(fetch.peer);
+            if let Some(session) = self.sessions.get(&fetch.peer) {
+                tracing::warn!(
+                    model = %self.artifact.model(), node = %session.node_id, waited_ms = timeout.as_millis() as u64,
+                    "a peer does not give its digest list; asking another"
+                );
+            }
+        }
+        let Some(seal) = self.seal.filter(|_| !self.words.proven()) else {
+            return;
+        };
+        if self.list.fetch.is_some() || self.list.applying {
+            return;
+        }
+        let named =
+            |(p, s): &(&PeerIndex, &Session)| s.own_root == Some(seal.root) && !self.list.silent.contains(*p);
+        if self.sessions.iter().any(|s| named(&s)) {
+            return;
+        }
+        // Who still delivers blocks is worth more than its list; if it stops, the chooser leaves it.
+        let whole = self.chooser.whole();
+        let idle = |p: &PeerIndex| whole || self.chooser.outstanding(*p) == 0;
+        let idle: Vec<_> = self.list.silent.iter().copied().filter(idle).collect();
+        for peer in idle {
+            self.leave(peer, false);
+        }
+    }
+
     /// Part of a list came.
     pub(super) fn list_part(&mut self, peer: PeerIndex, first: u32, digests: Option<Vec<Digest>>) {
         let Some(fetch) = self.list.fetch.as_mut().filter(|f| f.peer == peer) else {
@@ -138,6 +192,7 @@ impl Fetch {
             }
             return;
         };
+        fetch.since = Instant::now();
         fetch.parts[(first / DIGESTS_PER_FRAME) as usize] = Some(digests);
         if fetch.parts.iter().any(Option::is_none) {
             return;

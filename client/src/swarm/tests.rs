@@ -291,10 +291,15 @@ async fn two_nodes_whole_transfer() {
     b.assert_equals(&bytes);
     assert_eq!(b.artifact.seal_if_whole(), Some(seal));
     assert_eq!(b.counters.load(), (m.total_size_bytes, 0), "each byte came once");
-    assert_eq!(
-        a.swarm.stats().uploaded_bytes.load(Ordering::Relaxed),
-        m.total_size_bytes
-    );
+    // A block is counted when the sender is told that it went out, which may be after it arrived.
+    let uploaded = || a.swarm.stats().uploaded_bytes.load(Ordering::Relaxed);
+    let counted = async {
+        while uploaded() < m.total_size_bytes {
+            tokio::task::yield_now().await;
+        }
+    };
+    tokio::time::timeout(PATIENCE, counted).await.unwrap();
+    assert_eq!(uploaded(), m.total_size_bytes);
     assert!(b.bad.lock().is_empty());
     // A second fetch finds nothing to do.
     finish(b.fetch(&peers, &seal_rx).0).await.unwrap();
@@ -563,6 +568,75 @@ async fn a_list_that_does_not_reproduce_the_seal_is_refused_until_a_right_one_co
     peers_tx.send_replace(vec![liar.peer(true), good.peer(false)]);
     finish(task).await.unwrap();
     b.assert_equals(&bytes);
+}
+
+/// Greets one puller, says that it holds all of `seal`, answers pings and nothing else; tells when it was asked
+/// for its digest list.
+async fn mute(listener: TcpListener, hello: Arc<HelloConfig>, seal: Seal, asked: Arc<tokio::sync::Notify>) {
+    use crate::transport::{Frame, NoBlocks};
+    use mooncake_proto::pb::peer::{self as pb, peer_message::Body};
+    use prost::Message;
+    let (stream, _) = listener.accept().await.unwrap();
+    let accepted = crate::transport::tcp::accept(stream, &hello, Arc::default()).await;
+    let (mut sender, mut receiver) = accepted.map(|c| (c.sender, c.receiver)).unwrap();
+    while let Ok(Frame::Control(bytes)) = receiver.receive(&NoBlocks).await {
+        let answer = match pb::PeerMessage::decode(bytes).unwrap().body {
+            Some(Body::Subscribe(s)) => Body::Status(pb::Status {
+                subscription: s.subscription,
+                state: pb::HoldingState::Whole.into(),
+                own_root: seal.root.as_bytes().to_vec().into(),
+            }),
+            Some(Body::Ping(p)) => Body::Pong(pb::Pong { sequence: p.sequence }),
+            Some(Body::FetchDigests(_)) => {
+                asked.notify_one();
+                continue;
+            }
+            _ => continue,
+        };
+        let message = pb::PeerMessage { body: Some(answer) };
+        sender.send_control(message.encode_to_vec().into()).await.unwrap();
+    }
+}
+
+#[tokio::test(flavor = "multi_thread", worker_threads = 2)]
+async fn a_peer_that_never_gives_its_list_is_passed_over() {
+    let (m, bytes, seal) = model_of(5);
+    let lies = model_bytes(&m, 99);
+    let options = Options {
+        config: SwarmConfig {
+            list_timeout: Duration::from_millis(50),
+            ..Default::default()
+        },
+        ..Default::default()
+    };
+    let (good, b) = (
+        Node::start("good", &m).await,
+        Node::start_with("b", &m, options).await,
+    );
+    good.fill(&bytes, good.all());
+    // Whole, and wrong: only the list says where.
+    b.fill(&lies, b.all());
+    let listener = TcpListener::bind("127.0.0.1:0").await.unwrap();
+    let silent = PeerAddress {
+        node_id: "mute:25001".into(),
+        data_address: listener.local_addr().unwrap().to_string(),
+        ..good.peer(false)
+    };
+    let hello = HelloConfig {
+        node_id: silent.node_id.clone(),
+        instance_id: "mute".into(),
+        ..(*good.swarm.inner.hello).clone()
+    };
+    let asked = Arc::new(tokio::sync::Notify::new());
+    let serving = tokio::spawn(mute(listener, Arc::new(hello), seal, asked.clone()));
+    let (peers_tx, peers) = watch::channel(vec![silent.clone()]);
+    let (_s, seal_rx) = sealed(Some(seal));
+    let (task, _) = b.fetch(&peers, &seal_rx);
+    tokio::time::timeout(PATIENCE, asked.notified()).await.unwrap();
+    peers_tx.send_replace(vec![silent, good.peer(false)]);
+    finish(task).await.unwrap();
+    b.assert_equals(&bytes);
+    serving.abort();
 }
 
 #[tokio::test(flavor = "multi_thread", worker_threads = 2)]
