@@ -169,8 +169,6 @@ stop_all() {
     # Asked again: at once.
     trap 'deadline=0' INT TERM HUP
     trap - EXIT
-    # The shell need not tell that they were killed.
-    disown -a || true
     while :; do
         all=()
         for pid in $waited ${pids[@]+"${pids[@]}"}; do

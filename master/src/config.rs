@@ -301,6 +301,14 @@ struct Flags {
         help_heading = "Nodes and jobs"
     )]
     node_grace_s: u64,
+    /// A download or copy that stands still for this many seconds on a connected node has failed; 0: never
+    #[arg(
+        long,
+        default_value_t = 600,
+        env = "MOONCAKE_MASTER_NO_PROGRESS_S",
+        help_heading = "Nodes and jobs"
+    )]
+    no_progress_s: u64,
     /// How long a new leader waits for nodes to reconnect before it suspects any
     #[arg(
         long,
@@ -455,6 +463,8 @@ pub struct Config {
     pub advertise_http: Option<String>,
     /// From suspected to down.
     pub node_grace: Duration,
+    /// How long an attempt may stand still; zero: for ever.
+    pub no_progress: Duration,
     /// For nodes, after an election.
     pub reconnect_window: Duration,
     /// Refuse manifests whose checksums are no digests.
@@ -564,6 +574,7 @@ impl Config {
             advertise_rpc: flags.advertise_rpc_address,
             advertise_http: flags.advertise_http_address,
             node_grace: Duration::from_secs(flags.node_grace_s),
+            no_progress: Duration::from_secs(flags.no_progress_s),
             reconnect_window: Duration::from_secs(flags.reconnect_window_s),
             require_checksums: flags.require_checksums,
             digest_algorithm: match flags.digest_algorithm {

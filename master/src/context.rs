@@ -53,6 +53,8 @@ pub struct Options {
     pub suspect_after: Duration,
     /// How long a suspected node may stay away before it is down.
     pub node_grace: Duration,
+    /// How long an attempt may stand still on a connected node before it has failed; zero: for ever.
+    pub no_progress: Duration,
     /// How long a new leader waits for nodes to come back before it suspects any.
     pub reconnect_window: Duration,
     /// The reconciler's tick.
@@ -71,6 +73,7 @@ impl Default for Options {
             session_timeout: Duration::from_secs(4),
             suspect_after: Duration::from_secs(1),
             node_grace: Duration::from_secs(30),
+            no_progress: Duration::from_secs(600),
             reconnect_window: Duration::from_secs(5),
             tick: Duration::from_millis(250),
         }
@@ -135,6 +138,7 @@ impl MasterContext {
             let config = PlanConfig {
                 reconnect_window_ms: self.options.reconnect_window.as_millis() as u64,
                 grace_ms: self.options.node_grace.as_millis() as u64,
+                no_progress_ms: self.options.no_progress.as_millis() as u64,
             };
             facts.begin(term, self.clock.now_ms(), config);
         }

@@ -13,12 +13,16 @@ use crate::{
     consensus::ProposeError,
     context::MasterContext,
     plan::{Intent, plan},
+    session::Facts,
 };
 use futures_util::{StreamExt, stream};
-use mooncake_proto::api::NodeStatus;
-use mooncake_state::{Command, Reply};
+use mooncake_proto::{
+    api::NodeStatus,
+    ids::{ModelRef, NodeId},
+};
+use mooncake_state::{Command, Failure, Reply};
 use std::{
-    collections::BTreeMap,
+    collections::{BTreeMap, BTreeSet},
     sync::Arc,
     time::{Duration, Instant},
 };
@@ -130,20 +134,7 @@ async fn cycle(ctx: &MasterContext) -> Worked {
         let facts = ctx.sessions.facts();
         plan(&ctx.consensus.state(), &facts.observed, now_ms)
     };
-    let mut commands = Vec::new();
-    {
-        let mut facts = ctx.sessions.facts_mut();
-        for intent in intents {
-            match intent {
-                Intent::Propose(command) => commands.push(command),
-                Intent::Send { node, order } => {
-                    if !facts.send(&node, &order) {
-                        tracing::debug!(%node, model = %order.model, "an order found no room; it is planned again");
-                    }
-                }
-            }
-        }
-    }
+    let commands = hand_out(&mut ctx.sessions.facts_mut(), intents, now_ms);
     if commands.is_empty() {
         return Worked::Well;
     }
@@ -153,6 +144,29 @@ async fn cycle(ctx: &MasterContext) -> Worked {
     } else {
         Worked::Well
     }
+}
+
+/// Hands the orders to their sessions; the commands are left. Where an order found no room, those behind it for the
+/// same artifact and node are kept back too: they are about what it would have begun.
+fn hand_out(facts: &mut Facts, intents: Vec<Intent>, now_ms: u64) -> Vec<Command> {
+    let mut commands = Vec::new();
+    let mut kept_back: BTreeSet<(NodeId, ModelRef)> = BTreeSet::new();
+    for intent in intents {
+        match intent {
+            Intent::Propose(command) => commands.push(command),
+            Intent::Send { node, order } => {
+                let about = (node, order.model.clone());
+                if kept_back.contains(&about) {
+                    continue;
+                }
+                if !facts.send(&about.0, &order, now_ms) {
+                    tracing::debug!(node = %about.0, model = %order.model, "an order found no room; it is planned again");
+                    kept_back.insert(about);
+                }
+            }
+        }
+    }
+    commands
 }
 
 struct Outcome {
@@ -202,6 +216,13 @@ async fn propose_chain(ctx: &MasterContext, chain: Vec<Command>) -> Outcome {
             Err(error @ ProposeError::TooLarge { .. }) => {
                 ctx.metrics.proposal(name, "too_large");
                 tracing::error!(command = name, %error, "a command of this program does not fit into the log");
+                // A task's end must not get lost: its job would wait for ever.
+                if let Some(failed) = too_large(&command, &error.to_string()) {
+                    chain = std::iter::once(failed)
+                        .chain(chain)
+                        .collect::<Vec<_>>()
+                        .into_iter();
+                }
             }
             Err(error) => {
                 ctx.metrics.proposal(name, "unsettled");
@@ -215,6 +236,32 @@ async fn propose_chain(ctx: &MasterContext, chain: Vec<Command>) -> Outcome {
     }
     outcome
 }
+
+/// What is reported of an attempt whose own report does not fit into the log. `None`: it was no such report, or it is
+/// this one already.
+fn too_large(command: &Command, error: &str) -> Option<Command> {
+    let report = match command {
+        Command::Seal { report, .. } | Command::ReportStaged { report, .. } => report,
+        Command::ReportFailed { report, failure, .. } if failure.code != REPORT_TOO_LARGE => report,
+        _ => return None,
+    };
+    Some(Command::ReportFailed {
+        failure: Failure {
+            code: REPORT_TOO_LARGE.into(),
+            message: format!(
+                "node {} reported an end that does not fit into the log ({error}); is it of another version?",
+                report.node
+            ),
+            retryable: false,
+        },
+        report: report.clone(),
+        verified_bytes: 0,
+        now_ms: command.now_ms(),
+    })
+}
+
+/// [`Failure::code`].
+const REPORT_TOO_LARGE: &str = "report_too_large";
 
 fn log_refusal(command: &Command, reply: &Reply) {
     match reply {
@@ -310,6 +357,46 @@ mod tests {
     use super::*;
     use mooncake_proto::ids::{ModelRef, NodeId};
     use mooncake_state::{Failure, Fence, ReportId};
+
+    #[test]
+    fn an_end_that_does_not_fit_is_still_an_end() {
+        let report = ReportId {
+            model: ModelRef {
+                model_id: "m".into(),
+                revision: "r".into(),
+                format: "f".into(),
+                provider: "p".into(),
+            },
+            generation: 1,
+            node: NodeId::parse("a:1").unwrap(),
+            incarnation: 1,
+            fence: Fence::default(),
+        };
+        let huge = Command::ReportFailed {
+            report: report.clone(),
+            failure: Failure {
+                code: "x".into(),
+                message: "m".repeat(mooncake_proto::MAX_COMMAND_BYTES),
+                retryable: true,
+            },
+            verified_bytes: 1,
+            now_ms: 7,
+        };
+        let error = huge.encode().unwrap_err().to_string();
+        let instead = too_large(&huge, &error).unwrap();
+        assert!(instead.encode().is_ok());
+        let Command::ReportFailed {
+            report: about,
+            failure,
+            ..
+        } = &instead
+        else {
+            panic!("{instead:?}")
+        };
+        assert_eq!((about, failure.code.as_str()), (&report, REPORT_TOO_LARGE));
+        assert_eq!(too_large(&instead, &error), None, "once is enough");
+        assert_eq!(too_large(&Command::Tick { now_ms: 0 }, &error), None);
+    }
 
     #[test]
     fn commands_of_one_artifact_stay_in_order() {

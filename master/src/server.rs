@@ -103,6 +103,7 @@ async fn start(config: Config) -> Result<Running, RunError> {
         algorithm: config.digest_algorithm,
         limits: config.limits,
         node_grace: config.node_grace,
+        no_progress: config.no_progress,
         reconnect_window: config.reconnect_window,
         ..context::Options::default()
     };

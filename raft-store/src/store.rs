@@ -36,6 +36,7 @@ pub struct OpenOptions {
 pub struct Store {
     identity: Identity,
     pristine: bool,
+    only_vote: bool,
     fatal: Fatal,
     log: Arc<Log>,
     snapshots: Arc<Snapshots>,
@@ -82,7 +83,9 @@ impl Store {
         snapshots.tidy()?;
 
         let fatal = Fatal::new();
-        let pristine = meta.vote.is_none() && last.is_none() && snapshot.is_none();
+        let has_log = last.is_some() || meta.purged.is_some() || snapshot.is_some();
+        let pristine = meta.vote.is_none() && !has_log;
+        let only_vote = meta.vote.is_some() && !has_log;
         tracing::info!(
             path = %path.display(), cluster_id = %identity.cluster_id, node_id = identity.node_id, disk_id = %identity.disk_id,
             vote = ?meta.vote, purged = ?meta.purged, last = ?last, committed = ?meta.committed, snapshot = ?covered, pristine,
@@ -100,6 +103,7 @@ impl Store {
         Ok(Self {
             identity,
             pristine,
+            only_vote,
             fatal,
             log_store: Mutex::new(Some(LogStore::new(Arc::clone(&log)))),
             log,
@@ -117,6 +121,12 @@ impl Store {
     /// new member or be bootstrapped.
     pub fn is_pristine(&self) -> bool {
         self.pristine
+    }
+
+    /// Whether it held a vote but neither log nor snapshot when it was opened: its master stopped while its cluster
+    /// was being made, or while it was being added to one.
+    pub fn holds_only_a_vote(&self) -> bool {
+        self.only_vote
     }
 
     /// The log, for `Raft::new`. There is one: later calls give `None`.

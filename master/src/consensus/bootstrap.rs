@@ -22,6 +22,9 @@ use crate::config::MemberAddress;
 
 /// How often the others are asked while they are not all there.
 const RETRY: Duration = Duration::from_millis(250);
+/// What to do when a cluster was only half made.
+pub(crate) const REMAKE: &str = "If no master of this cluster ever led (each of them says that its data folder is empty, \
+     or has a vote but no log), stop them all, delete their data folders and start them again with --bootstrap";
 /// How long one question may take.
 const PROBE_TIMEOUT: Duration = Duration::from_secs(3);
 /// How often a person is told what is still missing.
@@ -219,7 +222,10 @@ fn judge(
             }
         }
         if !answer.bootstrapping {
-            waiting.push(format!("master {id} runs, but without --bootstrap"));
+            waiting.push(format!(
+                "master {id} runs, but without --bootstrap, or its data folder has a vote and no log, since an earlier \
+                 bootstrap was cut off. {REMAKE}"
+            ));
             continue;
         }
         if answer.initial_cluster != own_list {
@@ -328,7 +334,12 @@ mod tests {
             bootstrapping: false,
             ..pristine(2)
         };
-        assert!(wait([Ok(without_flag), Ok(pristine(3))]).contains("without --bootstrap"));
+        let why = wait([Ok(without_flag), Ok(pristine(3))]);
+        assert!(why.contains("without --bootstrap"), "{why}");
+        assert!(
+            why.contains("a vote and no log") && why.contains("delete their data folders"),
+            "{why}"
+        );
         let other_list = pb::ProbeResponse {
             initial_cluster: vec![pb::Node::default()],
             ..pristine(2)

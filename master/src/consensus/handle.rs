@@ -367,12 +367,11 @@ impl Handle {
         acked.map(|at| at.elapsed())
     }
 
-    /// How long ago this master heard from a leader (as follower) or from a quorum (as leader).
+    /// How long ago this master heard from a leader (as follower), or was elected or confirmed by a quorum (as leader);
+    /// the last of these, so that it does not begin anew with an election.
     pub fn leader_silence(&self) -> Option<Duration> {
-        if self.inner.leadership.borrow().is_leader {
-            return self.quorum_silence();
-        }
-        (*self.inner.shared.leader_heard.lock()).map(|at: Instant| at.elapsed())
+        let heard = (*self.inner.shared.leader_heard.lock()).map(|at: Instant| at.elapsed());
+        heard.into_iter().chain(self.quorum_silence()).min()
     }
 
     /// Whether requests should be sent here. `max_silence`: how long the leader may be silent.
@@ -388,9 +387,7 @@ impl Handle {
         if !initialised {
             return Err(NotReady::NotInitialised);
         }
-        if self.inner.leadership.borrow().leader.is_none() {
-            return Err(NotReady::NoLeader);
-        }
+        // Not whether one is known at this moment: in an election there is none, and requests are held for that long.
         match self.leader_silence() {
             None => return Err(NotReady::NoLeader),
             Some(silence) if silence > max_silence => {
@@ -404,11 +401,7 @@ impl Handle {
             return Err(NotReady::Recovering);
         }
         let entries = committed.saturating_sub(self.applied().index());
-        let not_serving = {
-            let leadership = self.inner.leadership.borrow();
-            leadership.is_leader && !leadership.is_serving
-        };
-        if entries > MAX_READY_LAG || not_serving {
+        if entries > MAX_READY_LAG {
             return Err(NotReady::Behind { entries });
         }
         Ok(())

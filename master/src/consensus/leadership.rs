@@ -5,10 +5,10 @@ use std::time::Instant;
 
 use mooncake_raft_store::{NodeId, StoredMembership, TypeConfig};
 use openraft::async_runtime::watch::WatchReceiver as _;
-use openraft::{RaftMetrics, ServerState};
+use openraft::{Instant as _, RaftMetrics, ServerState};
 use tokio::sync::watch;
 
-use super::{Master, MasterRaft};
+use super::{Master, MasterRaft, service::Shared};
 
 /// Who leads, from where this master stands.
 #[derive(Clone, Debug, Default, PartialEq, Eq)]
@@ -57,17 +57,22 @@ pub(crate) struct Watches {
 }
 
 /// Follows openraft's metrics until Raft is gone.
-pub(crate) fn spawn(raft: &MasterRaft) -> Watches {
+pub(crate) fn spawn(raft: &MasterRaft, shared: Arc<Shared>) -> Watches {
     let mut metrics = raft.metrics();
     let (leadership_tx, leadership) = watch::channel(Leadership::default());
     let (stopped_tx, stopped) = watch::channel(None);
     tokio::spawn(async move {
         let mut elected: Option<(u64, Instant)> = None;
         loop {
-            let (now, running) = {
+            let (now, running, acked) = {
                 let metrics = metrics.borrow_watched();
-                (of(&metrics), metrics.running_state.clone())
+                let acked = metrics.last_quorum_acked.map(|at| at.elapsed());
+                (of(&metrics), metrics.running_state.clone(), acked)
             };
+            // A leader hears of itself by its quorum. Remembered, so that it counts after it leads no more.
+            if let Some(at) = acked.and_then(|ago| Instant::now().checked_sub(ago)) {
+                shared.heard_leader(at);
+            }
             if let Err(fatal) = running {
                 let text: Arc<str> = fatal.to_string().into();
                 stopped_tx.send_replace(Some(text));
@@ -78,6 +83,9 @@ pub(crate) fn spawn(raft: &MasterRaft) -> Watches {
                     return false;
                 }
                 log_change(last, &now, &mut elected);
+                if now.is_leader && !last.is_leader {
+                    shared.heard_leader(Instant::now());
+                }
                 *last = now;
                 true
             });

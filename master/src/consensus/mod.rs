@@ -337,7 +337,7 @@ async fn start_on_runtime(
     .map_err(|error| StartError::Raft(error.to_string()))??;
     let reader = state_machine.reader();
     let identity = store.identity().clone();
-    let pristine = store.is_pristine();
+    let (pristine, only_vote) = (store.is_pristine(), store.holds_only_a_vote());
     let log_store = store
         .take_log_store()
         .ok_or_else(|| StartError::Raft("the log is in use".into()))?;
@@ -388,7 +388,7 @@ async fn start_on_runtime(
             error,
         })?;
 
-    let watches = leadership::spawn(&raft);
+    let watches = leadership::spawn(&raft, Arc::clone(&shared));
     let handle = Handle {
         inner: Arc::new(handle::Inner {
             raft: raft.clone(),
@@ -409,6 +409,14 @@ async fn start_on_runtime(
         (true, true) => Some(tokio::spawn(async move {
             bootstrap::run(&raft, &peers, &shared, &options.initial_cluster).await
         })),
+        (_, false) if only_vote => {
+            tracing::warn!(
+                "this data folder has a vote but no log: this master stopped while its cluster was being made. If the \
+                 others have a leader, it fills this folder by itself. {}",
+                bootstrap::REMAKE
+            );
+            None
+        }
         (true, false) => {
             tracing::info!("--bootstrap has nothing to do: this data folder belongs to a cluster already");
             None

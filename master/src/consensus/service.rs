@@ -35,6 +35,14 @@ pub(crate) struct Shared {
     pub(crate) leader_heard: Mutex<Option<Instant>>,
 }
 
+impl Shared {
+    /// The leader (or, if that is this master, its quorum) was heard of at `at`.
+    pub(crate) fn heard_leader(&self, at: Instant) {
+        let mut heard = self.leader_heard.lock();
+        *heard = (*heard).max(Some(at));
+    }
+}
+
 pub(crate) struct Service {
     pub(crate) raft: MasterRaft,
     pub(crate) reader: StateReader,
@@ -87,7 +95,7 @@ impl Service {
     }
 
     fn heard_leader(&self) {
-        *self.shared.leader_heard.lock() = Some(Instant::now());
+        self.shared.heard_leader(Instant::now());
     }
 
     async fn receive(

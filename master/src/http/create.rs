@@ -325,14 +325,23 @@ async fn submit(ctx: &MasterContext, job: JobId, parsed: Parsed) -> Result<Respo
             return Err(ApiError::faults(faults));
         }
     }
-    put_blobs(ctx, &parsed, false)
+    let mut inline = Inline::Small;
+    put_blobs(ctx, &parsed, inline, false)
         .await
         .map_err(|e| e.with_job(job.as_str()))?;
     let mut put_again = false;
     loop {
-        let reply = match ctx.consensus.propose(&command(ctx, &job, &parsed)).await {
+        let reply = match ctx.consensus.propose(&command(ctx, &job, &parsed, inline)).await {
             Ok(committed) => committed.reply,
-            // A create fits unless it names thousands of nodes with very long names.
+            // Two blobs that are small each, and many targets: without the blobs it fits.
+            Err(ProposeError::TooLarge { .. }) if inline == Inline::Small => {
+                inline = Inline::Nothing;
+                put_blobs(ctx, &parsed, inline, false)
+                    .await
+                    .map_err(|e| e.with_job(job.as_str()))?;
+                continue;
+            }
+            // A valid job fits then: its targets' names and warnings are bounded.
             Err(error @ ProposeError::TooLarge { .. }) => {
                 let detail = format!("{error}: name fewer targets, or shorter names");
                 let fault = Fault {
@@ -374,7 +383,7 @@ async fn submit(ctx: &MasterContext, job: JobId, parsed: Parsed) -> Result<Respo
             // Put long ago, and pruned between the look and the command.
             Reply::BlobMissing { .. } if !put_again => {
                 put_again = true;
-                put_blobs(ctx, &parsed, true)
+                put_blobs(ctx, &parsed, inline, true)
                     .await
                     .map_err(|e| e.with_job(job.as_str()))?;
                 continue;
@@ -389,9 +398,22 @@ async fn submit(ctx: &MasterContext, job: JobId, parsed: Parsed) -> Result<Respo
     }
 }
 
-fn command(ctx: &MasterContext, job: &JobId, parsed: &Parsed) -> Command {
+/// Which blobs go into the command itself.
+#[derive(Clone, Copy, PartialEq, Eq)]
+enum Inline {
+    Small,
+    Nothing,
+}
+
+impl Inline {
+    fn takes(self, blob: &Blob) -> bool {
+        self == Self::Small && blob.is_inline()
+    }
+}
+
+fn command(ctx: &MasterContext, job: &JobId, parsed: &Parsed, inline: Inline) -> Command {
     let valid = &parsed.valid;
-    let blob = |blob: &Blob| match blob.is_inline() {
+    let blob = |blob: &Blob| match inline.takes(blob) {
         true => BlobRef::Inline(blob.bytes.clone().into()),
         false => BlobRef::Stored(blob.digest),
     };
@@ -417,9 +439,14 @@ fn command(ctx: &MasterContext, job: &JobId, parsed: &Parsed) -> Command {
 }
 
 /// Puts what does not fit into the command; what the state has already is put only if `again`.
-async fn put_blobs(ctx: &MasterContext, parsed: &Parsed, again: bool) -> Result<(), ApiError> {
+async fn put_blobs(
+    ctx: &MasterContext,
+    parsed: &Parsed,
+    inline: Inline,
+    again: bool,
+) -> Result<(), ApiError> {
     for blob in [&parsed.manifest, &parsed.sources] {
-        if blob.is_inline() || (!again && ctx.consensus.state().blob(&blob.digest).is_some()) {
+        if inline.takes(blob) || (!again && ctx.consensus.state().blob(&blob.digest).is_some()) {
             continue;
         }
         let parts = stream::iter(blob_parts(&blob.bytes, ctx.now_ms()));

@@ -180,7 +180,11 @@ pub(super) async fn cancel(
             status if status.is_terminal() => return Err(terminal(&id, status)),
             _ => job
                 .nodes()
-                .filter_map(|node| Some((node.clone(), facts.progress(&job.model, node)?.verified_bytes)))
+                .enumerate()
+                .filter_map(|(at, node)| {
+                    let bytes = facts.progress(&job.model, node)?.verified_bytes;
+                    Some((u32::try_from(at).ok()?, bytes))
+                })
                 .collect(),
         }
     };

@@ -32,6 +32,7 @@ pub fn plan(state: &State, observed: &Observed, now_ms: u64) -> Vec<Intent> {
     plan.upkeep();
     plan.judge_nodes();
     plan.compare_holdings();
+    plan.judge_standstill();
     for model in state.wanted_models() {
         plan.authorise(model);
     }

@@ -31,6 +31,8 @@ pub struct PlanConfig {
     pub reconnect_window_ms: u64,
     /// How long a suspected node has to come back before it is down.
     pub grace_ms: u64,
+    /// How long an attempt may stand still on a connected node before it has failed; 0: for ever.
+    pub no_progress_ms: u64,
 }
 
 impl Default for PlanConfig {
@@ -38,6 +40,7 @@ impl Default for PlanConfig {
         Self {
             reconnect_window_ms: 5_000,
             grace_ms: 30_000,
+            no_progress_ms: 600_000,
         }
     }
 }
@@ -57,6 +60,8 @@ pub struct Session {
     pub holdings: BTreeMap<ModelRef, Held>,
     /// What it said in this session that it does not hold (any more).
     pub absent: BTreeSet<ModelRef>,
+    /// Of what it reported in this session, before its inventory was complete, that it holds all.
+    pub reported: BTreeSet<ModelRef>,
     /// The last order per artifact in this session.
     pub sent: BTreeMap<ModelRef, Sent>,
 }
@@ -116,6 +121,10 @@ pub struct Sent {
     pub seal: Option<Seal>,
     /// The peers it was told.
     pub peers: Vec<Peer>,
+    /// Verified bytes, as last reported of this attempt.
+    pub verified_bytes: u64,
+    /// When these last grew, or when the node was last given something to go on with.
+    pub moved_ms: u64,
     /// A delete was sent: once is enough in one session.
     pub deleted: bool,
 }
@@ -139,6 +148,7 @@ impl Observed {
             space: None,
             holdings: BTreeMap::new(),
             absent: BTreeSet::new(),
+            reported: BTreeSet::new(),
             sent: BTreeMap::new(),
         };
         self.sessions.insert(node.clone(), session);
@@ -151,9 +161,9 @@ impl Observed {
     }
 
     /// An order was handed to the node's session.
-    pub fn sent(&mut self, node: &NodeId, order: &Order) {
+    pub fn sent(&mut self, node: &NodeId, order: &Order, now_ms: u64) {
         if let Some(session) = self.sessions.get_mut(node) {
-            session.sent(order);
+            session.sent(order, now_ms);
         }
     }
 
@@ -169,8 +179,13 @@ impl Session {
     pub fn hold(&mut self, model: ModelRef, held: Option<Held>) {
         match held {
             Some(mut held) => {
-                held.from_inventory = !self.inventory_complete;
+                let late = !self.inventory_complete && self.reported.contains(&model);
+                held.from_inventory = !self.inventory_complete && !late;
                 self.absent.remove(&model);
+                let known = self.holdings.get(&model);
+                if late && known.is_some_and(|k| k.state > held.state && k.fence >= held.fence) {
+                    return;
+                }
                 self.holdings.insert(model, held);
             }
             None => {
@@ -183,9 +198,7 @@ impl Session {
     /// A task reported its end. Call it before the report is proposed, so that what is held is never behind what
     /// is committed.
     pub fn task_ended(&mut self, model: &ModelRef, fence: Fence, staged: Option<StagedReport>) {
-        if let Some(sent) = self.sent.get_mut(model)
-            && sent.fence == fence
-        {
+        if let Some(sent) = self.sent_mut(model, fence) {
             sent.running = None;
         }
         if let Some(report) = staged {
@@ -201,12 +214,21 @@ impl Session {
             };
             self.holdings.insert(model.clone(), held);
             self.absent.remove(model);
+            self.reported(model);
+        }
+    }
+
+    /// A report said what is held: a frame of the inventory that was made before it and comes after it is old news.
+    fn reported(&mut self, model: &ModelRef) {
+        if !self.inventory_complete {
+            self.reported.insert(model.clone());
         }
     }
 
     /// The download holds every byte: see [`Session::task_ended`] for when to call it.
     pub fn acquired(&mut self, model: &ModelRef, seal: Seal) {
         self.absent.remove(model);
+        self.reported(model);
         if let Some(held) = self.holdings.get_mut(model) {
             held.state = held.state.max(HeldState::Whole);
             held.seal = Some(seal);
@@ -215,35 +237,51 @@ impl Session {
     }
 
     /// See [`Observed::sent`].
-    pub fn sent(&mut self, order: &Order) {
-        let sent = self
-            .sent
-            .entry(order.model.clone())
-            .or_insert_with(|| Sent::new(order.fence));
-        match &order.body {
-            OrderBody::Acquire(_) => {
-                *sent = Sent {
-                    running: Some(TaskKind::Acquire),
-                    ..Sent::new(order.fence)
-                };
-            }
-            OrderBody::Replicate { peers, seal, .. } => {
-                *sent = Sent {
-                    running: Some(TaskKind::Replicate),
-                    seal: *seal,
-                    peers: peers.clone(),
-                    ..Sent::new(order.fence)
-                };
-            }
-            OrderBody::PeersChanged { peers } => sent.peers = peers.clone(),
-            OrderBody::Sealed { seal } => sent.seal = Some(*seal),
-            OrderBody::Revoke { .. } => *sent = Sent::new(order.fence),
-            OrderBody::Delete { .. } => {
-                *sent = Sent {
-                    deleted: true,
-                    ..Sent::new(order.fence)
+    pub fn sent(&mut self, order: &Order, now_ms: u64) {
+        let begun = Sent::new(order.fence, now_ms);
+        let begun = match &order.body {
+            OrderBody::Acquire(_) => Sent {
+                running: Some(TaskKind::Acquire),
+                ..begun
+            },
+            OrderBody::Replicate { peers, seal, .. } => Sent {
+                running: Some(TaskKind::Replicate),
+                seal: *seal,
+                peers: peers.clone(),
+                ..begun
+            },
+            OrderBody::Revoke { .. } => begun,
+            OrderBody::Delete { .. } => Sent {
+                deleted: true,
+                ..begun
+            },
+            // These begin nothing: without its order in this session a task would look as if it had been ordered.
+            OrderBody::PeersChanged { .. } | OrderBody::Sealed { .. } => {
+                if let Some(sent) = self.sent_mut(&order.model, order.fence) {
+                    match &order.body {
+                        OrderBody::PeersChanged { peers } => sent.peers = peers.clone(),
+                        OrderBody::Sealed { seal } => sent.seal = Some(*seal),
+                        _ => {}
+                    }
+                    sent.moved_ms = now_ms;
                 }
+                return;
             }
+        };
+        self.sent.insert(order.model.clone(), begun);
+    }
+
+    fn sent_mut(&mut self, model: &ModelRef, fence: Fence) -> Option<&mut Sent> {
+        self.sent.get_mut(model).filter(|sent| sent.fence == fence)
+    }
+
+    /// The running attempt has this many verified bytes.
+    pub fn moved(&mut self, model: &ModelRef, fence: Fence, verified_bytes: u64, now_ms: u64) {
+        if let Some(sent) = self.sent_mut(model, fence)
+            && verified_bytes > sent.verified_bytes
+        {
+            sent.verified_bytes = verified_bytes;
+            sent.moved_ms = now_ms;
         }
     }
 }
@@ -264,9 +302,11 @@ pub struct StagedReport {
 }
 
 impl Sent {
-    fn new(fence: Fence) -> Self {
+    fn new(fence: Fence, now_ms: u64) -> Self {
         Self {
             fence,
+            verified_bytes: 0,
+            moved_ms: now_ms,
             running: None,
             seal: None,
             peers: Vec::new(),

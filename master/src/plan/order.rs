@@ -91,13 +91,21 @@ pub struct Peer {
     pub seed: bool,
 }
 
+/// The labels that peers are told of each other: those by which the swarm chooses whom to ask. The others are for
+/// people, and 64 peers' worth of them would not fit into a frame.
+const PEER_LABELS: [&str; 2] = ["rack", "zone"];
+
 impl Peer {
-    pub(super) fn new(id: &NodeId, node: &Node, seed: bool) -> Self {
+    pub(crate) fn new(id: &NodeId, node: &Node, seed: bool) -> Self {
         Self {
             node: id.clone(),
             data_address: node.about.data_address.clone(),
             transports: node.about.transports.clone(),
-            labels: node.about.labels.clone(),
+            labels: PEER_LABELS
+                .iter()
+                .filter_map(|key| node.about.labels.get_key_value(*key))
+                .map(|(key, value)| (key.clone(), value.clone()))
+                .collect(),
             seed,
         }
     }

@@ -2,7 +2,7 @@
 
 use super::{
     Plan,
-    observed::{HeldState, Session},
+    observed::{HeldState, Sent, Session},
     order::{Intent, Order, OrderBody},
     peers::{Candidates, holds_sealed},
 };
@@ -11,7 +11,7 @@ use mooncake_proto::{
     ids::{JobId, ModelRef, NodeId},
 };
 use mooncake_state::{
-    Artifact, Command, Fence, Job, MAX_AUTHORISE_NODES, Placement, ReplicateTo, TaskKind,
+    Artifact, Command, Failure, Fence, Job, MAX_AUTHORISE_NODES, Placement, ReplicateTo, ReportId, TaskKind,
     rules::download_payload,
 };
 use std::collections::BTreeSet;
@@ -231,6 +231,56 @@ impl<'a> Plan<'a> {
         }
     }
 
+    /// An attempt that stands still although its node is connected (its peers cannot be reached, its source gives
+    /// nothing, its disk hangs) has failed: so that its attempts run out, with a reason, instead of never ending.
+    /// A copy has nothing to go on with while the download stands still, so it is only judged once that is sealed;
+    /// and who has every byte has only to publish.
+    pub(super) fn judge_standstill(&mut self) {
+        let limit_ms = self.observed.config.no_progress_ms;
+        if limit_ms == 0 {
+            return;
+        }
+        for (id, session) in &self.observed.sessions {
+            if self.ready(id).is_none() {
+                continue;
+            }
+            for (model, sent) in session.sent.iter().filter(|(_, s)| s.running.is_some()) {
+                let Some(artifact) = self.state.artifact(model) else {
+                    continue;
+                };
+                let running = artifact
+                    .placements
+                    .get(id)
+                    .filter(|p| p.state == PlacementState::Acquiring && p.fence == sent.fence && !p.whole);
+                let Some(placement) = running else { continue };
+                // From when it was told of the seal: its clock begins again with that.
+                let told = sent.seal.is_some() && sent.seal == artifact.seal;
+                let judged = placement.kind == TaskKind::Acquire || (told && artifact.acquiring.is_none());
+                let held = session.holdings.get(model).map_or(0, |h| h.verified_bytes);
+                let whole = held.max(sent.verified_bytes) >= artifact.total_size_bytes;
+                if !judged || whole || self.now_ms < sent.moved_ms.saturating_add(limit_ms) {
+                    continue;
+                }
+                self.intents.push(Intent::Propose(Command::ReportFailed {
+                    report: ReportId {
+                        model: model.clone(),
+                        generation: artifact.generation,
+                        node: id.clone(),
+                        incarnation: session.incarnation,
+                        fence: sent.fence,
+                    },
+                    failure: Failure {
+                        code: "no_progress".into(),
+                        message: standstill(id, placement.kind, sent, artifact.total_size_bytes, limit_ms),
+                        retryable: true,
+                    },
+                    verified_bytes: sent.verified_bytes.max(held),
+                    now_ms: self.now_ms,
+                }));
+            }
+        }
+    }
+
     /// Artifacts that live jobs want, and those that a seed is still publishing.
     fn running_models(&self) -> BTreeSet<&'a ModelRef> {
         let mut models: BTreeSet<_> = self.state.wanted_models().collect();
@@ -256,24 +306,20 @@ impl<'a> Plan<'a> {
         let mut bodies = Vec::new();
         match (placement.kind, sent) {
             (TaskKind::Acquire, None) => {
-                // A download that is sealed only publishes: it needs no sources, which its job may have taken along.
-                let job = placement
-                    .job
-                    .as_ref()
-                    .and_then(|j| self.state.job(j))
-                    .or_else(|| {
-                        self.state
-                            .live_jobs_of(model)
-                            .map(|(_, job)| job)
-                            .find(|job| job.seed == *id)
-                    });
-                match job.filter(|job| self.state.blob(&job.sources).is_some()) {
-                    Some(job) => bodies.push(OrderBody::Acquire(download_payload(
+                // The state keeps the sources for as long as they are read. Once sealed it only publishes and needs
+                // none: they may be gone with its job.
+                let sources = placement.sources.or_else(|| {
+                    let job = self.state.job(placement.job.as_ref()?)?;
+                    Some(job.sources)
+                });
+                match sources.filter(|sources| self.state.blob(sources).is_some()) {
+                    Some(sources) => bodies.push(OrderBody::Acquire(download_payload(
                         artifact,
-                        job,
+                        sources,
                         placement.fence,
                     ))),
-                    None => bodies.push(self.copy_order(artifact, id, candidates)),
+                    None if placement.whole => bodies.push(self.copy_order(artifact, id, candidates)),
+                    None => {}
                 }
             }
             (TaskKind::Replicate, None) => bodies.push(self.copy_order(artifact, id, candidates)),
@@ -387,5 +433,36 @@ impl<'a> Plan<'a> {
         };
         let since_ms = since_ms.unwrap_or(session.opened_ms);
         since_ms.saturating_add(self.state.limits().unsealed_ttl_ms) <= self.now_ms
+    }
+}
+
+/// Most peers that are named to a person.
+const NAMED_PEERS: usize = 4;
+
+fn standstill(id: &NodeId, kind: TaskKind, sent: &Sent, total_bytes: u64, limit_ms: u64) -> String {
+    let bytes = sent.verified_bytes;
+    let stands = format!(
+        "node {id} is connected, but has stood still at {bytes} of {total_bytes} bytes for {} s",
+        limit_ms / 1000
+    );
+    if kind == TaskKind::Acquire {
+        return format!("{stands}: look at its source, its disk and its log");
+    }
+    let named: Vec<_> = sent
+        .peers
+        .iter()
+        .take(NAMED_PEERS)
+        .map(|p| format!("{} ({})", p.node, p.data_address))
+        .collect();
+    let more = match sent.peers.len().saturating_sub(NAMED_PEERS) {
+        0 => String::new(),
+        n => format!(" and {n} more"),
+    };
+    match named.is_empty() {
+        true => format!("{stands}: no other live node has it"),
+        false => format!(
+            "{stands}: its peers are {}{more}; check that it reaches their data ports, and its disk",
+            named.join(", ")
+        ),
     }
 }

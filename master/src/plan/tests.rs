@@ -227,7 +227,7 @@ impl Sim {
                         );
                     }
                     self.obey(node, order);
-                    self.observed.sent(node, order);
+                    self.observed.sent(node, order, self.now);
                 }
             }
         }
@@ -909,7 +909,7 @@ fn a_thousand_nodes_are_not_told_of_a_thousand_peers() {
                 peers.iter().map(|p| p.node.clone()).collect::<Vec<_>>(),
             );
         }
-        sim.observed.sent(id, order);
+        sim.observed.sent(id, order, sim.now);
     }
     assert_eq!(lists.len(), NODES - 1);
     // Everyone can be reached from the seed even if it serves nobody twice: all neighbours of neighbours.
@@ -949,7 +949,7 @@ fn a_thousand_nodes_are_not_told_of_a_thousand_peers() {
             panic!("{intent:?}")
         };
         assert!(matches!(order.body, OrderBody::Sealed { .. }), "{intent:?}");
-        sim.observed.sent(id, order);
+        sim.observed.sent(id, order, sim.now);
     }
     let id = report(500, &sim);
     let local_path = "/m".to_owned();
@@ -974,4 +974,145 @@ fn a_thousand_nodes_are_not_told_of_a_thousand_peers() {
         .unwrap()
         .task_ended(&model(0), fence, Some(held));
     assert_eq!(plan(&sim.state, &sim.observed, sim.now), []);
+}
+
+#[test]
+fn a_download_goes_on_when_the_job_whose_sources_it_reads_is_gone() {
+    let mut sim = Sim::new(2);
+    sim.fake(0).paused = true;
+    sim.create(0, 0, 0, &[0]);
+    sim.settle();
+    sim.create(1, 0, 0, &[0, 1]);
+    sim.settle();
+    sim.cancel(0);
+    // Long after: nothing but the running download keeps the sources.
+    sim.now += 2 * sim.state.limits().blob_ttl_ms;
+    sim.observed.config.no_progress_ms = 0;
+    sim.settle();
+    sim.new_leader();
+    sim.connect(0);
+    sim.connect(1);
+    sim.settle();
+    assert_eq!(
+        sim.fake(0).orders,
+        ["acquire", "acquire"],
+        "never told to copy from nobody"
+    );
+    sim.fake(0).paused = false;
+    sim.settle();
+    assert_eq!((sim.status(1), sim.downloads()), (JobStatus::Completed, 1));
+}
+
+#[test]
+fn a_copy_that_stands_still_fails_and_says_whom_it_could_not_reach() {
+    let mut sim = Sim::new(3);
+    sim.observed.config.no_progress_ms = 600_000;
+    sim.create(0, 0, 0, &[0, 1]);
+    sim.fake(0).paused = true;
+    sim.fake(1).paused = true;
+    sim.settle();
+    let download = sim.job(0).views[0].attempt;
+    // While the download stands still, a copy is not to blame; the download is.
+    sim.now += 599_999;
+    sim.settle();
+    assert_eq!(sim.job(0).views[0].attempt, download);
+    let fence = sim.observed.sessions[&node(0)].sent[&model(0)].fence;
+    let now = sim.now;
+    let session = sim.observed.sessions.get_mut(&node(0)).unwrap();
+    session.moved(&model(0), fence, 4096, now);
+    sim.now += 599_999;
+    sim.settle();
+    assert_eq!(sim.job(0).views[0].attempt, download, "it moved");
+    assert_eq!(sim.job(0).views[1].failures, 0);
+    sim.fake(0).paused = false;
+    sim.settle();
+    assert_eq!(sim.status(0), JobStatus::Replicating);
+    for failures in 1..=2 {
+        sim.now += 599_999;
+        sim.settle();
+        assert_eq!(sim.job(0).views[1].failures, failures - 1);
+        sim.now += 1;
+        sim.settle();
+        assert_eq!(sim.job(0).views[1].failures, failures);
+        sim.pass(1_000); // the pause before another attempt
+    }
+    assert_eq!(sim.views(0), [PlacementState::Staged, PlacementState::Failed]);
+    let error = sim.job(0).last_error.clone().unwrap();
+    assert!(
+        error.contains(node(0).as_str()) && error.contains("stood still"),
+        "{error}"
+    );
+    assert_eq!(*sim.fake(1).orders.last().unwrap(), "revoke");
+}
+
+#[test]
+fn orders_that_begin_nothing_do_not_look_like_ones_that_did() {
+    let mut sim = Sim::new(1);
+    let fence = Fence {
+        recovery_epoch: 0,
+        attempt: 7,
+    };
+    let order = |body| Order {
+        model: model(0),
+        generation: 1,
+        fence,
+        body,
+    };
+    let session = sim.observed.sessions.get_mut(&node(0)).unwrap();
+    session.sent(&order(OrderBody::Sealed { seal: seal() }), 1);
+    session.sent(&order(OrderBody::PeersChanged { peers: vec![] }), 1);
+    assert!(session.sent.is_empty(), "the task's own order found no room");
+}
+
+#[test]
+fn a_late_inventory_does_not_take_back_what_was_reported() {
+    for sealed_only in [false, true] {
+        let mut sim = Sim::new(2);
+        sim.create(0, 0, 0, &[0, 1]);
+        sim.fake(0).paused = true;
+        sim.fake(1).paused = true;
+        sim.settle();
+        let late = sim.fakes[&node(0)].disk[&model(0)].clone();
+        // Another session: the inventory is on its way while the download ends.
+        let session = sim.observed.open(node(0), 1, sim.now);
+        let report = |sim: &Sim| ReportId {
+            model: model(0),
+            generation: 1,
+            node: node(0),
+            incarnation: 1,
+            fence: sim.state.artifact(&model(0)).unwrap().placements[&node(0)].fence,
+        };
+        session.acquired(&model(0), seal());
+        sim.apply(Command::Seal {
+            report: report(&sim),
+            seal: seal(),
+            now_ms: sim.now,
+        });
+        if !sealed_only {
+            let artifact = sim.state.artifact(&model(0)).unwrap();
+            let staged = StagedReport {
+                generation: 1,
+                manifest: artifact.manifest,
+                total_size_bytes: MIB,
+                seal: seal(),
+                local_path: "/m".into(),
+            };
+            let fence = artifact.placements[&node(0)].fence;
+            let session = sim.observed.sessions.get_mut(&node(0)).unwrap();
+            session.task_ended(&model(0), fence, Some(staged));
+            sim.apply(Command::ReportStaged {
+                report: report(&sim),
+                seal: seal(),
+                local_path: "/m".into(),
+                checksum_verified: true,
+                now_ms: sim.now,
+            });
+        }
+        let session = sim.observed.sessions.get_mut(&node(0)).unwrap();
+        session.hold(model(0), Some(late));
+        session.inventory_complete = true;
+        let lost = |i: &Intent| matches!(i, Intent::Propose(Command::ReportLost { .. }));
+        let intents = plan(&sim.state, &sim.observed, sim.now);
+        assert!(!intents.iter().any(lost), "{intents:?}");
+    }
 }

@@ -3,7 +3,7 @@
 use crate::plan::{Held, HeldState};
 use mooncake_proto::{
     digest::Digest,
-    ids::{ModelRef, NodeId},
+    ids::{MAX_MODEL_COMPONENT_BYTES, ModelRef, NodeId},
     manifest::Seal,
     pb::session as pb,
 };
@@ -14,6 +14,8 @@ const MAX_TEXT_BYTES: usize = 4096;
 /// Labels a node may have, and the longest of their parts.
 const MAX_LABELS: usize = 64;
 const MAX_LABEL_BYTES: usize = 256;
+/// Bytes of all labels of a node: they are in every snapshot of the state, and some of them in orders.
+const MAX_LABELS_BYTES: usize = 4096;
 /// Transports a node may name.
 const MAX_TRANSPORTS: usize = 8;
 
@@ -34,9 +36,21 @@ pub(super) fn seal(seal: pb::Seal) -> Result<Seal, String> {
     Seal::try_from(seal).map_err(str::to_owned)
 }
 
+/// The name of a model version. Longer ones than a job can have are nobody's.
+pub(super) fn model(model: pb::ModelRef) -> Result<ModelRef, String> {
+    let model = ModelRef::from(model);
+    let parts = [&model.model_id, &model.revision, &model.format, &model.provider];
+    match parts.iter().all(|part| part.len() <= MAX_MODEL_COMPONENT_BYTES) {
+        true => Ok(model),
+        false => Err(format!(
+            "a part of a model's name is longer than {MAX_MODEL_COMPONENT_BYTES} bytes"
+        )),
+    }
+}
+
 pub(super) fn holding(holding: pb::Holding) -> Result<(ModelRef, Option<Held>), String> {
     let said = holding.state();
-    let model: ModelRef = holding.model.ok_or("a holding without a model")?.into();
+    let model = model(holding.model.ok_or("a holding without a model")?)?;
     let state = match said {
         pb::HoldingState::Partial => HeldState::Partial,
         pb::HoldingState::Whole => HeldState::Whole,
@@ -75,6 +89,12 @@ pub(super) fn register(register: &pb::Register) -> Result<(NodeId, NodeAbout), S
             "a node has at most {MAX_LABELS} labels of {MAX_LABEL_BYTES} bytes"
         ));
     }
+    let labels_bytes: usize = register.labels.iter().map(|(k, v)| k.len() + v.len()).sum();
+    if labels_bytes > MAX_LABELS_BYTES {
+        return Err(format!(
+            "the node's labels have {labels_bytes} bytes together, the limit is {MAX_LABELS_BYTES}: give it fewer or shorter ones"
+        ));
+    }
     if register.transports.len() > MAX_TRANSPORTS || register.transports.iter().any(long) {
         return Err(format!(
             "a node names at most {MAX_TRANSPORTS} transports of {MAX_LABEL_BYTES} bytes"
@@ -105,13 +125,17 @@ mod tests {
             ..Default::default()
         };
         assert!(register(&good).is_ok());
-        let cases: [fn(&mut pb::Register); 5] = [
+        let cases: [fn(&mut pb::Register); 6] = [
             |r| r.node_id = "x".into(),
             |r| r.store_id.clear(),
             |r| r.data_address = "nowhere".into(),
             |r| {
                 r.labels
                     .extend((0..=MAX_LABELS).map(|i| (i.to_string(), String::new())))
+            },
+            |r| {
+                r.labels
+                    .extend((10..27).map(|i| (i.to_string(), "v".repeat(MAX_LABEL_BYTES))))
             },
             |r| r.transports = vec!["t".into(); MAX_TRANSPORTS + 1],
         ];
@@ -120,6 +144,59 @@ mod tests {
             spoil(&mut bad);
             assert!(register(&bad).is_err(), "{bad:?}");
         }
+    }
+
+    #[test]
+    fn the_largest_order_fits_into_a_frame() {
+        use crate::plan::{MAX_PEERS, Order, OrderBody, Peer};
+        use prost::Message as _;
+        let long = "x".repeat(MAX_LABEL_BYTES);
+        let host = |c: &str| format!("{}:65535", c.repeat(247));
+        let mut largest = pb::Register {
+            node_id: host("n"),
+            store_id: "s".into(),
+            data_address: host("d"),
+            transports: vec![long.clone(); MAX_TRANSPORTS],
+            ..Default::default()
+        };
+        for key in ["rack".to_owned(), "zone".to_owned()]
+            .into_iter()
+            .chain((0..).map(|i| format!("{i:0>220}")))
+        {
+            largest.labels.insert(key.clone(), long.clone());
+            if register(&largest).is_err() {
+                largest.labels.remove(&key);
+                break;
+            }
+        }
+        let (node, about) = register(&largest).unwrap();
+        assert!(about.labels.len() > 5, "{}", about.labels.len());
+        let record = mooncake_state::Node {
+            store_id: "s".into(),
+            incarnation: 1,
+            about,
+            status: mooncake_proto::api::NodeStatus::Up,
+            since_ms: 0,
+            free_at_ms: 0,
+            reason: None,
+        };
+        let peer = Peer::new(&node, &record, true);
+        assert_eq!(peer.labels.keys().collect::<Vec<_>>(), ["rack", "zone"]);
+        let order = Order {
+            model: ModelRef {
+                model_id: "m".repeat(1024),
+                revision: "r".repeat(1024),
+                format: "f".repeat(1024),
+                provider: "p".repeat(1024),
+            },
+            generation: u64::MAX,
+            fence: Default::default(),
+            body: OrderBody::PeersChanged {
+                peers: vec![peer; MAX_PEERS],
+            },
+        };
+        let bytes = order.to_wire(u64::MAX, true).encoded_len();
+        assert!(bytes < mooncake_proto::MAX_SESSION_FRAME_BYTES * 3 / 4, "{bytes}");
     }
 
     #[test]

@@ -14,7 +14,7 @@ use mooncake_proto::{
 };
 use mooncake_state::{Command, Failure, Fence, Live, LiveProgress, ReportId, State};
 use std::{
-    collections::{BTreeMap, VecDeque},
+    collections::{BTreeMap, BTreeSet, VecDeque},
     time::{Duration, Instant},
 };
 use tokio::sync::mpsc;
@@ -25,6 +25,8 @@ use tokio_util::sync::CancellationToken;
 const MAX_PENDING_REPORTS: usize = 65_536;
 /// Model versions one node may name.
 const MAX_HOLDINGS: usize = 100_000;
+/// Tasks of one node that have not ended: more than live jobs could want of it.
+const MAX_TASKS: usize = 100_000;
 /// Bad sources of one report that are logged.
 const MAX_BAD_SOURCES: usize = 16;
 
@@ -38,6 +40,8 @@ pub(crate) struct Facts {
     connected: BTreeMap<NodeId, Connected>,
     tasks: BTreeMap<NodeId, BTreeMap<ModelRef, Task>>,
     pending: VecDeque<Command>,
+    /// Nodes that said goodbye. Bounded by those that were connected in this term.
+    left: BTreeSet<NodeId>,
     next_number: u64,
 }
 
@@ -88,6 +92,7 @@ impl Default for Facts {
             connected: BTreeMap::new(),
             tasks: BTreeMap::new(),
             pending: VecDeque::new(),
+            left: BTreeSet::new(),
             next_number: 1,
         }
     }
@@ -174,6 +179,12 @@ impl Facts {
         }
     }
 
+    /// Whether the node said goodbye and has not registered since: the verdict on it may still be on its way into the
+    /// log, and only a registration after it, in the log too, makes it void.
+    pub(super) fn has_left(&self, node: &NodeId) -> bool {
+        self.left.contains(node)
+    }
+
     fn is_current(&self, node: &NodeId, number: u64) -> bool {
         self.connected.get(node).is_some_and(|c| c.number == number)
     }
@@ -191,6 +202,7 @@ impl Facts {
             return false;
         }
         self.tasks.remove(node);
+        self.left.remove(node);
         self.observed.open(node.clone(), incarnation, now_ms).space = Some(space);
         true
     }
@@ -202,19 +214,26 @@ impl Facts {
         }
     }
 
-    /// The node said goodbye: it is down at once.
+    /// The node said goodbye. It is down at once if nobody would notice; else it is only suspected: it may be back
+    /// after a moment, as after a crash, and goes on within the grace.
     pub(super) fn goodbye(&mut self, state: &State, node: &NodeId, number: u64, reason: &str, now_ms: u64) {
         if !self.is_current(node, number) {
             return;
         }
         // Both together, under this lock: the planner must not see it gone and call it suspected.
         self.forget(node);
-        if let Some(record) = state.node(node).filter(|n| n.status != NodeStatus::Down) {
+        self.left.insert(node.clone());
+        let status = match state.is_needed(node) {
+            true => NodeStatus::Suspected,
+            false => NodeStatus::Down,
+        };
+        let past = [status, NodeStatus::Down];
+        if let Some(record) = state.node(node).filter(|n| !past.contains(&n.status)) {
             self.pending.push_back(Command::SetNodeStatus {
                 node: node.clone(),
                 incarnation: record.incarnation,
                 seen_since_ms: record.since_ms,
-                status: NodeStatus::Down,
+                status,
                 reason: format!("it left: {}", convert::bounded(reason.to_owned())),
                 now_ms,
             });
@@ -241,11 +260,11 @@ impl Facts {
     }
 
     /// Hands an order to the node's session. `false`: it cannot take one now.
-    pub(crate) fn send(&mut self, node: &NodeId, order: &Order) -> bool {
+    pub(crate) fn send(&mut self, node: &NodeId, order: &Order, now_ms: u64) -> bool {
         let connected = self.connected.get(node).filter(|c| c.lost.is_none());
         let sent = connected.is_some_and(|c| c.orders.try_send(order.clone()).is_ok());
         if sent {
-            self.observed.sent(node, order);
+            self.observed.sent(node, order, now_ms);
         }
         sent
     }
@@ -285,7 +304,7 @@ impl Facts {
         number: u64,
         holdings: Vec<pb::Holding>,
         complete: bool,
-        now: Instant,
+        (now, now_ms): (Instant, u64),
     ) -> Result<(), Violation> {
         if !self.is_current(node, number) {
             return Ok(());
@@ -300,10 +319,11 @@ impl Facts {
             {
                 task.verified_bytes = held.verified_bytes;
                 task.meter.add(now, held.verified_bytes);
+                session.moved(&model, task.fence, held.verified_bytes, now_ms);
             }
             session.hold(model, held);
         }
-        if session.holdings.len() > MAX_HOLDINGS {
+        if session.holdings.len() + session.absent.len() > MAX_HOLDINGS {
             return Err(Violation(format!(
                 "it names more than {MAX_HOLDINGS} model versions"
             )));
@@ -329,10 +349,10 @@ impl Facts {
             return Ok(());
         };
         let (outcome, kind) = (report.outcome(), report.kind());
-        let model: ModelRef = report
+        let model = report
             .model
-            .ok_or_else(|| Violation("a report without a model".into()))?
-            .into();
+            .ok_or_else(|| Violation("a report without a model".into()))?;
+        let model = convert::model(model).map_err(Violation)?;
         let fence: Fence = report
             .fence
             .ok_or_else(|| Violation("a report without a fence".into()))?
@@ -351,6 +371,11 @@ impl Facts {
         }
 
         let tasks = self.tasks.entry(node.clone()).or_default();
+        if tasks.len() >= MAX_TASKS && !tasks.contains_key(&model) {
+            return Err(Violation(format!(
+                "it reports more than {MAX_TASKS} tasks at once"
+            )));
+        }
         let task = tasks.entry(model.clone()).or_default();
         if task.fence != fence {
             *task = Task {
@@ -372,6 +397,7 @@ impl Facts {
         task.verified_bytes = report.verified_bytes;
         task.objects_done = report.objects_done;
         task.meter.add(now, report.verified_bytes);
+        session.moved(&model, fence, report.verified_bytes, now_ms);
 
         let missing = |what: &str| Violation(format!("a report of {outcome:?} without {what}"));
         let command = match outcome {
@@ -388,7 +414,7 @@ impl Facts {
             }
             pb::TaskOutcome::Staged => {
                 let seal = seal.ok_or_else(|| missing("a seal"))?;
-                let local_path = report.local_path;
+                let local_path = convert::bounded(report.local_path);
                 let artifact = state
                     .artifact(&model)
                     .filter(|a| a.generation == report.generation);
@@ -555,6 +581,135 @@ mod tests {
         assert!(facts.observed.sessions.contains_key(&node()));
         assert_eq!(facts.close_lost(at + second, second), [node()]);
         assert!(!facts.observed.sessions.contains_key(&node()));
+    }
+
+    /// A node under a claim and a registration, and one job that names it.
+    fn with_job() -> (Facts, State, u64) {
+        use mooncake_proto::{digest::Digest, manifest::*};
+        let mut facts = led();
+        let (Claim::Granted { number }, ..) = claim(&mut facts, "a") else {
+            panic!()
+        };
+        facts.open(&node(), number, 1, space(), 0);
+        let mut state = State::new();
+        let about = mooncake_state::NodeAbout::default();
+        let register = Command::RegisterNode {
+            node: node(),
+            store_id: "a".into(),
+            expected_incarnation: 0,
+            about,
+            now_ms: 1,
+        };
+        state.apply(1, &register);
+        let model = ModelRef {
+            model_id: "m".into(),
+            revision: "r".into(),
+            format: "f".into(),
+            provider: "p".into(),
+        };
+        let manifest = Manifest {
+            model: model.clone(),
+            file_manifest_version: "v1".into(),
+            total_size_bytes: 0,
+            files: vec![],
+        };
+        let create = mooncake_state::CreateJob {
+            job: mooncake_proto::ids::JobId("j".into()),
+            request_digest: Digest::sha256(b"j"),
+            model,
+            manifest: mooncake_state::BlobRef::Inline(manifest.encode().into()),
+            sources: mooncake_state::BlobRef::Inline(Sources(vec![]).encode().into()),
+            block_size_bytes: 1 << 18,
+            algorithm: Default::default(),
+            seed: node(),
+            targets: vec![node()],
+            target_replica_count: 1,
+            max_attempts: 1,
+            deadline_ms: None,
+            warnings: vec![],
+            now_ms: 2,
+        };
+        let reply = state.apply(2, &Command::CreateJob(Box::new(create))).reply;
+        assert_eq!(reply, mooncake_state::Reply::Job { created: true });
+        (facts, state, number)
+    }
+
+    #[test]
+    fn a_goodbye_only_costs_the_grace_when_it_costs_nobody_a_job() {
+        let status = |command: &Command| match command {
+            Command::SetNodeStatus { status, reason, .. } => {
+                assert!(reason.contains("it left: restarted"), "{reason}");
+                *status
+            }
+            other => panic!("{other:?}"),
+        };
+        let (mut facts, mut state, number) = with_job();
+        facts.goodbye(&state, &node(), number, "restarted", 3);
+        let said = facts.take_pending();
+        assert_eq!(
+            said.iter().map(status).collect::<Vec<_>>(),
+            [NodeStatus::Suspected]
+        );
+        // The verdict is on its way while the client is back already: it must write its registration.
+        assert!(facts.has_left(&node()));
+        let (Claim::Granted { number }, ..) = claim(&mut facts, "a") else {
+            panic!()
+        };
+        facts.open(&node(), number, 1, space(), 4);
+        assert!(!facts.has_left(&node()));
+
+        let cancel = Command::CancelJob {
+            job: mooncake_proto::ids::JobId("j".into()),
+            progress: vec![],
+            now_ms: 5,
+        };
+        state.apply(3, &cancel);
+        facts.goodbye(&state, &node(), number, "restarted", 6);
+        let said = facts.take_pending();
+        assert_eq!(said.iter().map(status).collect::<Vec<_>>(), [NodeStatus::Down]);
+    }
+
+    #[test]
+    fn what_a_node_names_is_bounded() {
+        let mut facts = led();
+        let (Claim::Granted { number }, ..) = claim(&mut facts, "a") else {
+            panic!()
+        };
+        facts.open(&node(), number, 1, space(), 0);
+        let named = |i: usize| pb::ModelRef {
+            model_id: format!("m{i}"),
+            ..Default::default()
+        };
+        let now = (Instant::now(), 5);
+        let absent = (0..=MAX_HOLDINGS).map(|i| pb::Holding {
+            model: Some(named(i)),
+            state: pb::HoldingState::Absent as i32,
+            ..Default::default()
+        });
+        assert!(
+            facts
+                .holdings(&node(), number, absent.collect(), false, now)
+                .is_err()
+        );
+
+        let (metrics, state) = (Metrics::new(), State::new());
+        let mut report = |model: pb::ModelRef| {
+            let report = pb::TaskReport {
+                model: Some(model),
+                fence: Some(pb::Fence::default()),
+                outcome: pb::TaskOutcome::Running as i32,
+                ..Default::default()
+            };
+            facts.report(&state, &metrics, &node(), number, report, now)
+        };
+        for i in 0..MAX_TASKS {
+            report(named(i)).unwrap();
+        }
+        assert!(report(named(MAX_TASKS)).is_err());
+        report(named(0)).unwrap();
+        let mut long = named(0);
+        long.revision = "r".repeat(257);
+        assert!(report(long).is_err());
     }
 
     #[test]

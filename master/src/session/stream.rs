@@ -286,7 +286,8 @@ impl Opening {
         if !facts.open(node, number, incarnation, space, self.ctx.now_ms()) {
             return Err(NoSession::Redirect);
         }
-        let named = facts.holdings(node, number, register.holdings.clone(), false, Instant::now());
+        let heard = (Instant::now(), self.ctx.now_ms());
+        let named = facts.holdings(node, number, register.holdings.clone(), false, heard);
         if let Err(Violation(why)) = named {
             facts.lost(node, number, Instant::now());
             return Err(refused("invalid_register", why));
@@ -324,7 +325,10 @@ impl Opening {
                 )
             })
         };
-        if let Some((incarnation, true)) = known {
+        let left = self.ctx.sessions.facts().has_left(node);
+        if let Some((incarnation, true)) = known
+            && !left
+        {
             // Nothing to write, but this master must really lead.
             return match self.ctx.consensus.read_index().await {
                 Ok(_) => Ok(incarnation),
@@ -479,7 +483,7 @@ impl Opening {
                     number,
                     holdings.holdings,
                     complete,
-                    Instant::now(),
+                    (Instant::now(), ctx.now_ms()),
                 )?;
                 ctx.wake.notify_one();
             }

@@ -77,8 +77,9 @@ pub enum Command {
     /// #5: The caller canceled a job.
     CancelJob {
         job: JobId,
-        /// Verified bytes as the leader saw them, so that frozen views show them.
-        progress: Vec<(NodeId, u64)>,
+        /// Verified bytes as the leader saw them, so that frozen views show them, by the view's place in
+        /// [`crate::Job::views`]: a command has room for every view of the largest job, whatever the nodes' names.
+        progress: Vec<(u32, u64)>,
         now_ms: u64,
     },
     /// #6: The one download attempt of an artifact begins.

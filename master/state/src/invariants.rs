@@ -275,6 +275,16 @@ pub fn blobs_are_right(state: &State) -> Check {
             })?;
         }
     }
+    for (model, artifact) in state.artifacts() {
+        for (node, placement) in &artifact.placements {
+            let reads = placement.state == PlacementState::Acquiring
+                && placement.kind == TaskKind::Acquire
+                && !placement.whole;
+            ensure(placement.sources.is_some() == reads, || {
+                format!("{model} on {node}: {placement:?} has the wrong sources")
+            })?;
+        }
+    }
     for digest in state.index.blob_refs.keys() {
         ensure(state.blob(digest).is_some(), || {
             format!("blob {digest} is referred to but not there")

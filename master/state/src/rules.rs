@@ -1,6 +1,6 @@
 //! The RFC's rules, one pure function each.
 
-use crate::types::{Artifact, Fence, Job, TaskKind};
+use crate::types::{Artifact, Fence, TaskKind};
 use mooncake_proto::{
     api::{JobStatus, PlacementState},
     digest::{Algorithm, Digest},
@@ -112,11 +112,11 @@ pub struct DownloadPayload {
     pub fence: Fence,
 }
 
-/// Manifest → download payload: content and form from the artifact, sources from the job whose attempt it is.
-pub fn download_payload(artifact: &Artifact, job: &Job, fence: Fence) -> DownloadPayload {
+/// Manifest → download payload: content and form from the artifact, sources of the job whose attempt it is.
+pub fn download_payload(artifact: &Artifact, sources: Digest, fence: Fence) -> DownloadPayload {
     DownloadPayload {
         manifest: artifact.manifest,
-        sources: job.sources,
+        sources,
         block_size_bytes: artifact.block_size_bytes,
         algorithm: artifact.algorithm,
         expected_seal: artifact.seal,
@@ -368,7 +368,7 @@ mod tests {
             recovery_epoch: 3,
             attempt: 7,
         };
-        let payload = download_payload(artifact, job, fence);
+        let payload = download_payload(artifact, job.sources, fence);
         let manifest = state.manifest(&payload.manifest).unwrap();
         let sources = state.sources(&payload.sources).unwrap();
         assert_eq!(manifest.model, model(0));
@@ -383,7 +383,7 @@ mod tests {
         world.seal(0, 0, 0);
         let artifact = world.state.artifact(&model(0)).unwrap();
         let job = world.state.job(&job_id(0)).unwrap();
-        let again = download_payload(artifact, job, fence);
+        let again = download_payload(artifact, job.sources, fence);
         assert_eq!(
             again.expected_seal, artifact.seal,
             "a later one must reproduce it"

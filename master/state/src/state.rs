@@ -64,7 +64,7 @@ pub(crate) struct Index {
     pub(crate) created: BTreeSet<(u64, JobId)>,
     /// Pruned jobs by when they ended.
     pub(crate) past: BTreeSet<(u64, JobId)>,
-    /// References to blobs: artifacts to manifests, live jobs to sources.
+    /// References to blobs: artifacts to manifests, live jobs and running downloads to sources.
     pub(crate) blob_refs: BTreeMap<Digest, u32>,
     /// Unsealed artifacts that nobody wants, by since when.
     pub(crate) unwanted: BTreeSet<(u64, ModelRef)>,
@@ -104,8 +104,11 @@ impl Index {
         }
         for (model, artifact) in &data.artifacts {
             *index.blob_refs.entry(artifact.manifest).or_default() += 1;
-            for node in artifact.placements.keys() {
+            for (node, placement) in &artifact.placements {
                 insert(&mut index.models_by_node, node, model);
+                if let Some(sources) = placement.sources {
+                    *index.blob_refs.entry(sources).or_default() += 1;
+                }
             }
             index.set_unwanted(model, None, artifact);
         }
@@ -359,6 +362,27 @@ impl State {
                     .is_some_and(|at| !job.views[at].is_finished() && (job.is_requested(at) || !job.seeded))
             }),
         }
+    }
+
+    /// Whether a live job would notice if this node went down now: something runs there or waits to, or it holds
+    /// what live jobs want.
+    pub fn is_needed(&self, node: &NodeId) -> bool {
+        let waited_for = self.live_jobs_on(node).any(|(_, job)| {
+            job.position(node)
+                .is_some_and(|at| !job.views[at].is_finished() && (job.is_requested(at) || !job.seeded))
+        });
+        waited_for
+            || self.models_on(node).any(|model| {
+                let placement = self
+                    .data
+                    .artifacts
+                    .get(model)
+                    .and_then(|a| a.placements.get(node));
+                placement.is_some_and(|p| {
+                    p.state == PlacementState::Acquiring
+                        || (self.index.live_by_model.contains_key(model) && self.is_holder(node, p))
+                })
+            })
     }
 
     /// Free bytes on the node that no attempt authorised since the measurement has taken; `None`: unknown.

@@ -70,7 +70,8 @@ pub struct Node {
     pub about: NodeAbout,
     /// Up, suspected, down.
     pub status: NodeStatus,
-    /// Since when it has this status: the grace of a suspected node runs from here, whoever leads.
+    /// Since when it has this status, or since its last registration: the grace of a suspected node runs from here,
+    /// whoever leads, and a verdict that was formed before a registration does not count after it.
     pub since_ms: u64,
     /// When [`NodeAbout::free_bytes`] was measured.
     pub free_at_ms: u64,
@@ -140,6 +141,9 @@ pub struct Placement {
     pub kind: TaskKind,
     /// For which job it was authorised (a download reads this job's sources).
     pub job: Option<JobId>,
+    /// Blob: what the running download reads. Set exactly while it runs and is not `whole`, and kept for as long,
+    /// whatever becomes of its job: other jobs follow it.
+    pub sources: Option<Digest>,
     /// Every block is verified on the node although it may not be published: true from the seal on for the
     /// node that acquired it.
     pub whole: bool,

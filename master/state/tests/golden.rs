@@ -142,7 +142,7 @@ fn commands() -> Vec<(&'static str, Command)> {
             "05_cancel_job",
             Command::CancelJob {
                 job: job(),
-                progress: vec![(node(), 4096)],
+                progress: vec![(1, 4096)],
                 now_ms,
             },
         ),
@@ -407,7 +407,7 @@ fn state() -> State {
         Command::CreateJob(second),
         Command::CancelJob {
             job: JobId("second".into()),
-            progress: vec![(node(), 2)],
+            progress: vec![(0, 2)],
             now_ms,
         },
         Command::CreateJob(third),

@@ -12,7 +12,7 @@ async fn a_disk_keeps_its_random_id_and_stops_being_pristine() {
         ("test-cluster", 1)
     );
     assert_ne!(identity.disk_id, open(two.path()).identity().disk_id);
-    assert!(store.is_pristine());
+    assert!(store.is_pristine() && !store.holds_only_a_vote());
     store.close().await.unwrap();
 
     let store = open(one.path());
@@ -25,7 +25,13 @@ async fn a_disk_keeps_its_random_id_and_stops_being_pristine() {
 
     let store = open(one.path());
     assert!(!store.is_pristine());
+    assert!(store.holds_only_a_vote());
     assert_eq!(*store.identity(), identity);
+    store.close().await.unwrap();
+
+    let full = tempfile::tempdir().unwrap();
+    fill(full.path()).await;
+    assert!(!open(full.path()).holds_only_a_vote());
 }
 
 #[tokio::test(flavor = "multi_thread")]

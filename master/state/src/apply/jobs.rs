@@ -312,11 +312,16 @@ impl Apply<'_> {
         let available = self.state.is_available(artifact);
         let acquiring = artifact.acquiring.clone();
         for id in self.live_jobs(model) {
-            let job = self.state.data.jobs[&id].clone();
-            if available && !job.seeded {
-                self.job_mut(&id).seeded = true;
+            if available && !self.state.data.jobs[&id].seeded {
+                let job = self.job_mut(&id);
+                job.seeded = true;
+                // A copy that runs on a seed beside the targets (another job had asked for it) is wanted no more.
+                let seed = job.seed.clone();
+                self.release_placement(model, &seed);
             }
-            let seeded = job.seeded || available;
+            // Not a clone, which would make the next change copy the job: most jobs do not change.
+            let job = &self.state.data.jobs[&id];
+            let seeded = job.seeded;
             let follows = acquiring.as_ref().is_some_and(|node| *node != job.seed);
             // Without a copy to take from and without a seed to make one, nothing can go on.
             let lost = seeded && !available && acquiring.is_none() && self.is_down(&job.seed);
@@ -347,10 +352,11 @@ impl Apply<'_> {
                     .position(&job.seed)
                     .and_then(|at| job.views[at].last_error.clone());
                 let reason = reason.unwrap_or_default();
+                let error = format!("seed {} failed: {reason}", job.seed);
                 self.stop_views(&id, &format!("seed failed: {reason}"));
-                self.end_or_advance(&id, next, Some(format!("seed {} failed: {reason}", job.seed)));
-            } else {
-                let error = (next == JobStatus::Failed).then(|| failed_placements(&job));
+                self.end_or_advance(&id, next, Some(error));
+            } else if next != job.status {
+                let error = (next == JobStatus::Failed).then(|| failed_placements(job));
                 self.end_or_advance(&id, next, error);
             }
         }
@@ -373,9 +379,14 @@ impl Apply<'_> {
 
     /// Placements that had begun have failed; those that had not stay `planned` and say why.
     fn stop_views(&mut self, id: &JobId, reason: &str) {
-        let job = self.state.data.jobs[id].clone();
-        for (at, node) in job.nodes().enumerate() {
-            match job.views[at].state {
+        let job = &self.state.data.jobs[id];
+        let views: Vec<_> = job
+            .nodes()
+            .cloned()
+            .zip(job.views.iter().map(|v| v.state))
+            .collect();
+        for (at, (node, state)) in views.iter().enumerate() {
+            match state {
                 PlacementState::Acquiring => {
                     let error = Some(reason.to_owned());
                     self.finish_view(id, node, PlacementState::Failed, |view| view.last_error = error);
@@ -391,11 +402,12 @@ impl Apply<'_> {
     /// Moves a job along the RFC's diagram; a terminal status lets go of what it wanted.
     fn end_or_advance(&mut self, id: &JobId, next: JobStatus, error: Option<String>) {
         let now = self.now;
-        let job = self.job_mut(id);
+        let job = &self.state.data.jobs[id];
         let path = rules::job_path(job.status, next, job.seeded);
         if path.is_empty() {
             return;
         }
+        let job = self.job_mut(id);
         for status in path {
             job.transitions.insert(status, now);
             job.status = status;
@@ -434,7 +446,7 @@ impl Apply<'_> {
         self.state.index.set_unwanted(model, before, artifact);
     }
 
-    pub(super) fn cancel_job(&mut self, id: &JobId, progress: &[(NodeId, u64)]) -> Reply {
+    pub(super) fn cancel_job(&mut self, id: &JobId, progress: &[(u32, u64)]) -> Reply {
         let Some(job) = self.state.job(id) else {
             return Reply::JobNotFound;
         };
@@ -444,14 +456,10 @@ impl Apply<'_> {
             _ => {}
         }
         let total = job.total_size_bytes;
-        let positions: Vec<_> = progress
-            .iter()
-            .filter_map(|(n, bytes)| Some((job.position(n)?, *bytes)))
-            .collect();
         let views = &mut self.job_mut(id).views;
-        for (at, bytes) in positions {
-            if !views[at].is_finished() {
-                views[at].staged_bytes = views[at].staged_bytes.max(bytes.min(total));
+        for (at, bytes) in progress {
+            if let Some(view) = views.get_mut(*at as usize).filter(|v| !v.is_finished()) {
+                view.staged_bytes = view.staged_bytes.max((*bytes).min(total));
             }
         }
         for view in views.iter_mut().filter(|v| !v.is_finished()) {

@@ -20,22 +20,15 @@ impl Apply<'_> {
     ) -> Reply {
         let now = self.now;
         let floor = self.state.data.floor_incarnation;
-        let (incarnation, since_ms) = match self.state.node(id) {
-            Some(node) if node.store_id == store => {
-                let since = if node.status == NodeStatus::Up {
-                    node.since_ms
-                } else {
-                    now
-                };
-                (node.incarnation, since)
-            }
+        let incarnation = match self.state.node(id) {
+            Some(node) if node.store_id == store => node.incarnation,
             Some(node) if node.incarnation != expected => {
                 return Reply::NodeIdTaken {
                     incarnation: node.incarnation,
                 };
             }
-            Some(node) => (node.incarnation + 1, now),
-            None => (floor + 1, now),
+            Some(node) => node.incarnation + 1,
+            None => floor + 1,
         };
         if self.state.node(id).is_some_and(|n| n.incarnation != incarnation) {
             self.forget_incarnation(id);
@@ -45,7 +38,7 @@ impl Apply<'_> {
             incarnation,
             about: about.clone(),
             status: NodeStatus::Up,
-            since_ms,
+            since_ms: now,
             free_at_ms: now,
             reason: None,
         };

@@ -8,6 +8,7 @@ use crate::{
 };
 use mooncake_proto::{
     api::{NodeStatus, PlacementState},
+    digest::Digest,
     ids::{JobId, ModelRef, NodeId},
     manifest::Seal,
 };
@@ -88,6 +89,7 @@ impl Apply<'_> {
         if self.state.is_available(artifact) {
             return stale("a live node holds the model: it is copied, not downloaded");
         }
+        let sources = job.sources;
         self.artifact_mut(model).acquiring = Some(node.clone());
         self.start(
             model,
@@ -95,7 +97,7 @@ impl Apply<'_> {
             incarnation,
             attempt,
             TaskKind::Acquire,
-            Some(job_id.clone()),
+            Some((job_id.clone(), sources)),
             reserve_bytes,
         );
         Reply::Done
@@ -156,10 +158,11 @@ impl Apply<'_> {
         incarnation: u64,
         attempt: u64,
         kind: TaskKind,
-        job: Option<JobId>,
+        download: Option<(JobId, Digest)>,
         reserve_bytes: u64,
     ) {
         let now = self.now;
+        let (job, sources) = download.unzip();
         let fence = Fence {
             recovery_epoch: self.state.data.recovery_epoch,
             attempt,
@@ -178,6 +181,7 @@ impl Apply<'_> {
         placement.authorised_ms = now;
         placement.reserved_bytes = 0;
         placement.last_error = None;
+        self.set_sources(model, node, sources);
         self.state.index.add_placement(model, node);
         for id in self.live_jobs(model) {
             self.begin_view(&id, node, attempt, kind);
@@ -265,6 +269,7 @@ impl Apply<'_> {
             self.end_attempt(model, node, &failure, 0);
             return Reply::Done;
         }
+        self.set_sources(model, node, None);
         let artifact = self.artifact_mut(model);
         artifact.seal = Some(*seal);
         artifact.acquiring = None;
@@ -393,6 +398,7 @@ impl Apply<'_> {
 
     /// The final folder is there.
     fn staged(&mut self, model: &ModelRef, node: &NodeId, local_path: &str, checksum_verified: bool) {
+        self.set_sources(model, node, None);
         let artifact = self.artifact_mut(model);
         let total = artifact.total_size_bytes;
         if artifact.acquiring.as_ref() == Some(node) {
@@ -438,6 +444,7 @@ impl Apply<'_> {
             return;
         };
         placement.failures += 1;
+        let read = placement.sources.take();
         let (kind, whole, in_a_row) = (placement.kind, placement.whole, placement.failures);
         // So that the node does not count as running anything while its jobs are looked at.
         placement.state = PlacementState::Failed;
@@ -445,6 +452,9 @@ impl Apply<'_> {
             artifact.acquiring = None;
         }
         let total = artifact.total_size_bytes;
+        if let Some(sources) = read {
+            self.release(&sources);
+        }
         let downloading = kind == TaskKind::Acquire && !whole;
         let available = self.state.is_available(&self.state.data.artifacts[model]);
         let mut again = false;
@@ -458,8 +468,12 @@ impl Apply<'_> {
             if !concerned {
                 continue;
             }
-            // A failed download counts for jobs that this node seeds, and not once there is a copy to take.
-            let counts = !downloading || (is_seed && !available);
+            // A failed download counts for jobs that this node seeds, and not once there is a copy to take. A failed
+            // copy on a job's own seed counts from the seal on: before it this node may be the next to download.
+            let counts = match downloading {
+                true => is_seed && !available,
+                false => seeded || whole || !is_seed,
+            };
             let failures = if open { view.failures + 1 } else { in_a_row };
             let outcome = Outcome::Failed {
                 retryable: failure.retryable,
@@ -537,9 +551,21 @@ impl Apply<'_> {
         if artifact.acquiring.as_ref() == Some(node) {
             artifact.acquiring = None;
         }
+        self.set_sources(model, node, None);
         let placement = self.placement_mut(model, node);
         placement.state = PlacementState::Planned;
         placement.reserved_bytes = 0;
+    }
+
+    /// What the placement's download reads from now on: kept until it reads no more.
+    fn set_sources(&mut self, model: &ModelRef, node: &NodeId, sources: Option<Digest>) {
+        let before = std::mem::replace(&mut self.placement_mut(model, node).sources, sources);
+        if let Some(sources) = sources {
+            *self.state.index.blob_refs.entry(sources).or_default() += 1;
+        }
+        if let Some(before) = before {
+            self.release(&before);
+        }
     }
 
     /// Running attempts get fences of the new epoch: nodes may have obeyed higher ones of the old epoch that the
@@ -624,6 +650,7 @@ impl Placement {
             fence: Fence::default(),
             kind: TaskKind::Replicate,
             job: None,
+            sources: None,
             whole: false,
             failures: 0,
             not_before_ms: 0,

@@ -232,7 +232,7 @@ pub(crate) fn resolve(op: &Op, state: &State, history: &[Command], now_ms: u64) 
         }
         Op::Cancel { job } => Command::CancelJob {
             job: job_id(*job),
-            progress: (0..NODES).map(|i| (node(i), 1000 * i as u64)).collect(),
+            progress: (0..NODES).map(|i| (i as u32, 1000 * i as u64)).collect(),
             now_ms,
         },
         Op::Acquire {

@@ -518,7 +518,7 @@ fn cancel() {
     w.create(1, 0, 1, &[1]);
     w.acquire(0, 0, 0);
     w.replicate(0, &[1, 2]);
-    let progress = vec![(node(1), 4096), (node(2), 99 * MIB), (node(9), 1)];
+    let progress = vec![(1, 4096), (2, 99 * MIB), (9, 1)];
     assert_eq!(
         w.apply(Command::CancelJob {
             job: job_id(0),
@@ -1055,4 +1055,139 @@ fn damaged_or_newer_bytes_are_refused() {
     let snapshot = World::new(2).state.encode_snapshot();
     assert!(State::decode_snapshot(&snapshot[..snapshot.len() - 1]).is_err());
     assert!(State::decode_snapshot(&[&[9], &snapshot[1..]].concat()).is_err());
+}
+
+#[test]
+fn a_download_keeps_its_sources_when_its_job_goes() {
+    let mut w = World::new(3);
+    w.create(0, 0, 0, &[0]);
+    w.create(1, 0, 2, &[1]);
+    w.acquire(0, 0, 0);
+    // The job whose sources are read ends; the other one follows its download.
+    w.apply(Command::CancelJob {
+        job: job_id(0),
+        progress: vec![],
+        now_ms: w.now,
+    });
+    assert_eq!(w.placement(0, 0).state, P::Acquiring);
+    let read = w.placement(0, 0).sources.expect("the download still reads");
+    assert_eq!(read, w.job(0).sources);
+    w.now += 30 * Limits::default().job_ttl_ms;
+    w.apply(Command::Prune { now_ms: w.now });
+    assert!(w.state.job(&job_id(0)).is_none(), "even its job is forgotten");
+    assert!(w.state.blob(&read).is_some());
+    let copy = State::decode_snapshot(&w.state.encode_snapshot()).unwrap();
+    assert_eq!(copy.index, w.state.index);
+    // Sealed, it reads no more.
+    assert_eq!(w.seal(0, 0, 0), Reply::Done);
+    assert_eq!(w.placement(0, 0).sources, None);
+    w.now += Limits::default().blob_ttl_ms;
+    w.apply(Command::Prune { now_ms: w.now });
+    assert!(w.state.blob(&read).is_none());
+}
+
+#[test]
+fn copies_that_fail_before_the_seal_do_not_use_up_the_next_seed() {
+    let mut w = World::new(2);
+    w.create(0, 0, 0, &[0]);
+    w.create(1, 0, 1, &[1]);
+    w.acquire(0, 0, 0);
+    // `max_attempts` is 2; one of them cannot even be tried again.
+    for retryable in [true, true, true, false] {
+        w.replicate(0, &[1]);
+        w.fail(0, 1, "peer_unreachable", retryable);
+        w.now += 60_000;
+        assert_eq!(w.placement(0, 1).state, P::Planned, "and another copy may come");
+    }
+    assert_eq!((w.job_status(1), w.job(1).views[0].failures), (J::Seeding, 0));
+    w.fail(0, 0, "checksum_mismatch", false);
+    assert_eq!((w.job_status(0), w.job_status(1)), (J::Failed, J::Seeding));
+    w.acquire(1, 0, 1);
+    assert_eq!(w.seal(0, 1, 0), Reply::Done);
+    assert_eq!(w.staged(0, 1), Reply::Done);
+    assert_eq!(w.job_status(1), J::Completed);
+}
+
+/// One of a thousand jobs that want one model must not cost the copying of the others with every command.
+#[test]
+fn a_job_that_does_not_change_is_not_copied() {
+    let mut w = World::new(4);
+    w.create(0, 0, 0, &[0, 1]);
+    w.create(1, 0, 0, &[0, 2]);
+    w.acquire(0, 0, 0);
+    w.seal(0, 0, 0);
+    let before = w.state.clone();
+    w.replicate(0, &[1]);
+    w.staged(0, 1);
+    assert_eq!(w.job(1), before.job(&job_id(1)).unwrap());
+    assert!(std::ptr::eq(w.job(1), before.job(&job_id(1)).unwrap()));
+    assert!(!std::ptr::eq(w.job(0), before.job(&job_id(0)).unwrap()));
+}
+
+#[test]
+fn a_verdict_from_before_a_registration_does_not_count() {
+    let mut w = World::new(1);
+    let seen_since_ms = w.state.node(&node(0)).unwrap().since_ms;
+    w.now += 1;
+    w.register(0, "disk", 1);
+    let reply = w.apply(Command::SetNodeStatus {
+        node: node(0),
+        incarnation: 1,
+        seen_since_ms,
+        status: NodeStatus::Down,
+        reason: "it left: stopped".into(),
+        now_ms: w.now,
+    });
+    assert!(matches!(reply, Reply::Stale { .. }), "{reply:?}");
+    assert_eq!(w.state.node(&node(0)).unwrap().status, NodeStatus::Up);
+}
+
+#[test]
+fn who_is_needed() {
+    let mut w = World::new(4);
+    let needed = |w: &World| (0..4).map(|i| w.state.is_needed(&node(i))).collect::<Vec<_>>();
+    assert_eq!(needed(&w), [false; 4]);
+    w.create(0, 0, 0, &[1, 2]);
+    assert_eq!(needed(&w), [true, true, true, false], "planned");
+    w.acquire(0, 0, 0);
+    w.replicate(0, &[1, 2]);
+    w.seal(0, 0, 0);
+    w.staged(0, 0);
+    w.staged(0, 1);
+    assert_eq!(needed(&w), [true, true, true, false], "copied from, or copied to");
+    w.staged(0, 2);
+    assert_eq!(needed(&w), [false; 4], "{:?}", w.job(0));
+}
+
+#[test]
+fn the_progress_of_the_largest_job_fits_into_its_cancel() {
+    let command = Command::CancelJob {
+        job: JobId("j".repeat(128)),
+        progress: (0..=mooncake_proto::manifest::MAX_TARGETS as u32)
+            .map(|i| (i, u64::MAX))
+            .collect(),
+        now_ms: u64::MAX,
+    };
+    assert!(command.encode().unwrap().len() <= mooncake_proto::MAX_COMMAND_BYTES);
+}
+
+#[test]
+fn a_copy_on_a_seed_beside_the_targets_ends_with_the_seal() {
+    let mut w = World::new(4);
+    w.create(0, 0, 0, &[0, 3]);
+    w.create(1, 0, 3, &[1]);
+    w.acquire(0, 0, 0);
+    w.replicate(0, &[3]);
+    w.apply(Command::CancelJob {
+        job: job_id(0),
+        progress: vec![],
+        now_ms: w.now,
+    });
+    assert_eq!(
+        w.placement(0, 3).state,
+        P::Acquiring,
+        "it may be the next to download"
+    );
+    w.seal(0, 0, 0);
+    assert_eq!(w.placement(0, 3).state, P::Planned);
 }
