@@ -2,7 +2,10 @@
 //!
 //! An object is served only when every byte of it was verified here; each block is looked up again when it is
 //! read, so that one which was condemned meanwhile ends the answer early (shorter than `Content-Length`)
-//! instead of being sent.
+//! instead of being sent. A client that stops reading or sending loses its connection, and with it what it held
+//! here; connections are bounded.
+
+mod guard;
 
 use crate::{
     metrics::{self, state_name},
@@ -88,8 +91,8 @@ impl Http {
     /// Until `stop`; answers under way get a moment to end.
     pub async fn serve(self, listener: TcpListener, stop: CancellationToken) -> io::Result<()> {
         let ended = stop.clone();
-        let server =
-            axum::serve(listener, self.router()).with_graceful_shutdown(stop.clone().cancelled_owned());
+        let server = axum::serve(guard::Guarded::new(listener), self.router())
+            .with_graceful_shutdown(stop.clone().cancelled_owned());
         tokio::select! {
             result = async { server.await } => result,
             () = async { ended.cancelled().await; tokio::time::sleep(DRAIN_TIMEOUT).await } => Ok(()),

@@ -27,7 +27,7 @@ pub use transfer::{AcquireJob, Boxed, FetchJob, Transfer};
 use crate::store::Store;
 use mooncake_proto::ids::ModelRef;
 use parking_lot::Mutex;
-use run::Shared;
+use run::{MAX_OBEYS, MAX_REMOVALS, Shared};
 use slot::{Inbox, Slot};
 use std::{collections::HashMap, sync::Arc};
 use tokio::sync::Semaphore;
@@ -72,6 +72,8 @@ impl Executor {
             acquisitions: Semaphore::new(MAX_ACQUISITIONS),
             begins: Semaphore::new(MAX_BEGINS),
             publishes: Semaphore::new(MAX_PUBLISHES),
+            obeys: Semaphore::new(MAX_OBEYS),
+            removals: Semaphore::new(MAX_REMOVALS),
         };
         Self {
             shared: Arc::new(shared),

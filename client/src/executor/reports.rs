@@ -86,8 +86,9 @@ struct Entry {
     fence: Fence,
     kind: TaskKind,
     outcome: Outcome,
-    live: Arc<Live>,
-    /// The last numbers, once `live` let go of its artifact.
+    /// While it has not ended: an artifact must not be kept open by a report.
+    live: Option<Arc<Live>>,
+    /// The last numbers, once `live` is gone.
     frozen: Option<Box<pb::TaskReport>>,
     /// Of the last change of outcome; see [`Cursor`].
     version: u64,
@@ -98,7 +99,8 @@ impl Entry {
         if let Some(frozen) = &self.frozen {
             return (**frozen).clone();
         }
-        let (fetched_bytes, refetched_bytes) = self.live.counters.load();
+        let live = self.live.as_deref();
+        let (fetched_bytes, refetched_bytes) = live.map_or((0, 0), |l| l.counters.load());
         let mut report = pb::TaskReport {
             model: Some(model.clone().into()),
             generation: self.generation,
@@ -110,10 +112,10 @@ impl Entry {
             outcome: pb::TaskOutcome::Running as i32,
             fetched_bytes,
             refetched_bytes,
-            bad_sources: self.live.bad_sources.lock().iter().cloned().collect(),
+            bad_sources: live.map_or_else(Vec::new, |l| l.bad_sources.lock().iter().cloned().collect()),
             ..Default::default()
         };
-        if let Some(artifact) = self.live.artifact.get() {
+        if let Some(artifact) = live.and_then(|l| l.artifact.get()) {
             report.verified_bytes = artifact.verified_bytes();
             report.verified_blocks = artifact.have_count().into();
             report.objects_done = artifact.objects_done();
@@ -175,7 +177,8 @@ struct Inner {
 
 impl Inner {
     /// Keeps the counts of a task that goes.
-    fn absorb(&mut self, live: &Live) {
+    fn absorb(&mut self, live: Option<&Live>) {
+        let Some(live) = live else { return };
         let (fetched, refetched) = live.counters.load();
         self.past_bytes.0 += fetched;
         self.past_bytes.1 += refetched;
@@ -231,14 +234,14 @@ impl Reports {
             fence,
             kind,
             outcome: Outcome::Running,
-            live: live.clone(),
+            live: Some(live.clone()),
             frozen: None,
             version: inner.version,
         };
         *inner.outcomes.entry((kind, Outcome::Running.name())).or_default() += 1;
         if let Some(old) = inner.entries.insert(model.clone(), entry) {
             inner.ended -= usize::from(old.outcome.is_end());
-            inner.absorb(&old.live);
+            inner.absorb(old.live.as_deref());
         }
         self.bump(inner);
         live
@@ -261,9 +264,8 @@ impl Reports {
         let counted = (entry.kind, entry.outcome.name());
         if is_end {
             entry.frozen = Some(Box::new(entry.report(model)));
-            // The artifact must not be kept open by a report.
-            let live = std::mem::take(&mut entry.live);
-            inner.absorb(&live);
+            let live = entry.live.take();
+            inner.absorb(live.as_deref());
         }
         *inner.outcomes.entry(counted).or_default() += 1;
         inner.ended = inner.ended + usize::from(is_end) - usize::from(was_end);
@@ -298,7 +300,7 @@ impl Reports {
         let mut inner = self.inner.lock();
         if let Some(old) = inner.entries.remove(model) {
             inner.ended -= usize::from(old.outcome.is_end());
-            inner.absorb(&old.live);
+            inner.absorb(old.live.as_deref());
         }
     }
 
@@ -316,7 +318,7 @@ impl Reports {
             fence,
             kind,
             outcome: Outcome::Failed(failure.clone()),
-            live: Arc::default(),
+            live: None,
             frozen: None,
             version: 0,
         };
@@ -353,7 +355,7 @@ impl Reports {
             running: BTreeMap::new(),
         };
         for entry in inner.entries.values().filter(|e| !e.outcome.is_end()) {
-            let (fetched, refetched) = entry.live.counters.load();
+            let (fetched, refetched) = entry.live.as_ref().map_or((0, 0), |l| l.counters.load());
             totals.fetched_bytes += fetched;
             totals.refetched_bytes += refetched;
             *totals.running.entry(entry.kind).or_default() += 1;

@@ -33,6 +33,10 @@ pub const MAX_ACQUISITIONS: usize = 32;
 pub const MAX_BEGINS: usize = 8;
 /// Copies that are published at once: as for [`MAX_BEGINS`].
 pub const MAX_PUBLISHES: usize = 8;
+/// Orders whose fence is made durable at once: each waits for a sync of the same file.
+pub(super) const MAX_OBEYS: usize = 4;
+/// Staging folders that are removed at once.
+pub(super) const MAX_REMOVALS: usize = 2;
 /// Times that a whole copy which does not reproduce the seal is repaired before the attempt is given up: once
 /// is what a lying peer costs; a second time is bad luck, a third a fault.
 const MAX_REPAIRS: u32 = 3;
@@ -48,6 +52,8 @@ pub struct Shared {
     pub(super) acquisitions: Semaphore,
     pub(super) begins: Semaphore,
     pub(super) publishes: Semaphore,
+    pub(super) obeys: Semaphore,
+    pub(super) removals: Semaphore,
 }
 
 /// One task.
@@ -92,8 +98,10 @@ impl Task {
             let _turn = self.turn(&shared.acquisitions).await?;
             let sources = order.sources.0;
             // The fault is not repeated: it could quote the source list, which may hold signed URLs.
+            let turn = self.turn(&shared.begins).await?;
             let decoded =
                 blocking(move || Sources::decode(&sources).map_err(|_| undecodable("source list"))).await??;
+            drop(turn);
             let artifact = self.begin(order.layout, order.require_checksums).await?;
             let job = AcquireJob {
                 artifact: artifact.clone(),

@@ -180,6 +180,7 @@ impl Slot {
                 self.stop_running().await;
                 self.revoked(order.fence);
                 let (store, model) = (self.shared.store.clone(), self.model.clone());
+                let _turn = self.shared.removals.acquire().await.expect("never closed");
                 match blocking(move || store.remove_staging(&model)).await {
                     Ok(Ok(())) => {
                         tracing::info!(model = %self.model, fence = %order.fence, "staging removed: {reason}")
@@ -208,7 +209,9 @@ impl Slot {
     /// Makes the order's fence durable. `false`: the order is not obeyed.
     async fn obey(&mut self, order: &Order) -> bool {
         let (store, model, fence) = (self.shared.store.clone(), self.model.clone(), order.fence);
+        let turn = self.shared.obeys.acquire().await.expect("never closed");
         let result = blocking(move || store.obey(&model, fence)).await;
+        drop(turn);
         let kind = match &order.what {
             What::Acquire(_) => Some(TaskKind::Acquire),
             What::Replicate(_) => Some(TaskKind::Replicate),

@@ -11,7 +11,10 @@ use std::{
     ops::Range,
     sync::{Arc, OnceLock},
 };
-use tokio::task::{JoinError, JoinHandle};
+use tokio::{
+    sync::Semaphore,
+    task::{JoinError, JoinHandle},
+};
 use tokio_util::task::TaskTracker;
 
 /// One file to read.
@@ -64,6 +67,16 @@ pub(super) fn disk_failure(code: &str, error: &dyn std::error::Error) -> TaskFai
     }
 }
 
+/// Most reads of sources (and of what was read) under way at once, in the whole process: each takes a thread, for
+/// as long as a network share may hang.
+const READS: usize = 16;
+/// Most blocks being hashed and written at once, in the whole process. Not of [`READS`]: a source that hangs must
+/// not stop what arrived.
+const WRITES: usize = 16;
+
+static READ_TURNS: Semaphore = Semaphore::const_new(READS);
+static WRITE_TURNS: Semaphore = Semaphore::const_new(WRITES);
+
 pub(super) struct Context {
     pub(super) artifact: Arc<Artifact>,
     pub(super) allow: AllowList,
@@ -102,20 +115,37 @@ impl Context {
             .map_err(TaskFailure::clone)
     }
 
+    /// Runs `work` where it may block, in turn.
+    fn run<T: Send + 'static>(
+        &self,
+        turns: &'static Semaphore,
+        work: impl FnOnce() -> Result<T, TaskFailure> + Send + 'static,
+    ) -> JoinHandle<Result<T, TaskFailure>> {
+        self.tracker.spawn(async move {
+            let turn = turns.acquire().await.expect("never closed");
+            let work = tokio::task::spawn_blocking(move || {
+                let result = work();
+                drop(turn);
+                result
+            });
+            finished(work.await)
+        })
+    }
+
     /// Runs `work` where it may block. It goes on to its end even if nobody waits for it any more; `drain`
     /// does.
     pub(super) async fn blocking<T: Send + 'static>(
         &self,
         work: impl FnOnce() -> Result<T, TaskFailure> + Send + 'static,
     ) -> Result<T, TaskFailure> {
-        finished(self.tracker.spawn_blocking(work).await)
+        finished(self.run(&READ_TURNS, work).await)
     }
 
-    /// Hashes and writes one block, beginning at once.
+    /// Hashes and writes one block; it needs nobody to wait for it.
     pub(super) fn write(&self, file: &SourceFile, block: u32, buffer: limits::Buffer) -> Writing {
         let artifact = self.artifact.clone();
         let token = file.writes.token();
-        let handle = self.tracker.spawn_blocking(move || {
+        let handle = self.run(&WRITE_TURNS, move || {
             let _until_done = token;
             artifact
                 .write_own_block(block, &buffer.bytes)

@@ -61,6 +61,11 @@ use tokio_util::sync::CancellationToken;
 /// Unit of the buffer budget.
 const BUDGET_UNIT_BYTES: u32 = 1024;
 
+/// The most that [`SwarmConfig::max_writers`] is by default, however many cores there are.
+pub const MAX_WRITERS: usize = 32;
+/// Digest lists being hashed or applied at once, over all fetches.
+const MAX_PROOFS: usize = 4;
+
 /// How the swarm of a node behaves.
 #[derive(Clone, Debug)]
 pub struct SwarmConfig {
@@ -88,7 +93,7 @@ impl Default for SwarmConfig {
         Self {
             max_uploads: 16,
             buffer_bytes: 64 << 20,
-            max_writers: (2 * cores).clamp(4, 32),
+            max_writers: (2 * cores).clamp(4, MAX_WRITERS),
             rack: None,
             penalty: Duration::from_secs(30),
             // A slow peer sends at most one block before it answers.
@@ -107,6 +112,8 @@ struct Inner {
     /// In units of [`BUDGET_UNIT_BYTES`].
     budget: Arc<Semaphore>,
     writers: Arc<Semaphore>,
+    /// Roots and lists being computed and applied: each hashes up to 32 MiB, or waits for the disk.
+    proofs: Arc<Semaphore>,
 }
 
 /// A handle, cheap to clone. One per node.
@@ -145,6 +152,7 @@ impl Swarm {
                 )),
                 budget: Arc::new(Semaphore::new(budget)),
                 writers: Arc::new(Semaphore::new(config.max_writers.max(1))),
+                proofs: Arc::new(Semaphore::new(MAX_PROOFS)),
                 hello,
                 config,
             }),

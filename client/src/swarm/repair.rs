@@ -113,8 +113,7 @@ impl Fetch {
                     if !self.list.computing {
                         self.list.computing = true;
                         let artifact = self.artifact.clone();
-                        self.tasks
-                            .spawn_blocking(move || Done::OwnRoot(artifact.seal_if_whole()));
+                        self.spawn_proof(move || Done::OwnRoot(artifact.seal_if_whole()));
                     }
                     return Ok(false);
                 }
@@ -124,6 +123,20 @@ impl Fetch {
             self.start_list(&seal);
         }
         Ok(false)
+    }
+
+    /// Runs a step of the proof where it may block, in turn.
+    fn spawn_proof(&mut self, step: impl FnOnce() -> Done + Send + 'static) {
+        let turns = self.swarm.proofs.clone();
+        self.tasks.spawn(async move {
+            let turn = turns.acquire_owned().await.expect("never closed");
+            let step = tokio::task::spawn_blocking(move || {
+                let done = step();
+                drop(turn);
+                done
+            });
+            step.await.expect("a step of the proof does not panic")
+        });
     }
 
     /// The list fetch that is due, if any peer can give the list.
@@ -201,7 +214,7 @@ impl Fetch {
         let list: Vec<Digest> = fetch.parts.into_iter().flatten().flatten().collect();
         self.list.applying = true;
         let artifact = self.artifact.clone();
-        self.tasks.spawn_blocking(move || {
+        self.spawn_proof(move || {
             let blocks = artifact.blocks();
             let root = root(
                 artifact.algorithm(),
@@ -252,7 +265,7 @@ impl Fetch {
         self.list.applying = true;
         self.list.own = None;
         let artifact = self.artifact.clone();
-        self.tasks.spawn_blocking(move || {
+        self.spawn_proof(move || {
             let result = Arc::clone(&artifact).forget(&blocks);
             Done::Forgot { blocks, result }
         });

@@ -2,6 +2,7 @@
 //!
 //! Guaranteed: only verified blocks leave this node; every request is answered once; at most `max_uploads`
 //! blocks are being sent at a time, connections taking turns block by block in the order in which they came;
+//! no block keeps its slot for longer than [`crate::transport::block_time`] allows;
 //! a request that gets no slot in [`BUSY_AFTER`] is told `busy`. Not guaranteed: that the disk still gives back
 //! what was verified (the receiver checks).
 
@@ -61,6 +62,9 @@ const ANNOUNCE_INTERVAL: Duration = Duration::from_millis(10);
 /// How long a request waits for an upload slot before it is declined as busy.
 const BUSY_AFTER: Duration = Duration::from_secs(2);
 
+/// Roots of whole artifacts being computed at once, for all subscriptions: each hashes up to 32 MiB.
+const MAX_SEALS: usize = 2;
+
 /// Counters of a server.
 #[derive(Debug, Default)]
 pub struct ServeStats {
@@ -84,6 +88,7 @@ pub(super) struct Server {
     hello: Arc<HelloConfig>,
     buffers: Arc<BufferPool>,
     uploads: Arc<Semaphore>,
+    seals: Arc<Semaphore>,
     /// By manifest. Short sections, never across an await; so too the logs themselves.
     logs: Logs,
     /// Connections per node id. Short sections.
@@ -153,6 +158,7 @@ impl Server {
             hello,
             buffers,
             uploads: Arc::new(Semaphore::new(max_uploads)),
+            seals: Arc::new(Semaphore::new(MAX_SEALS)),
             logs: Mutex::default(),
             nodes: Mutex::default(),
             next_connection: AtomicU64::new(0),
@@ -512,7 +518,8 @@ impl Server {
             let found = self.store.find(&wanted.model).filter(|a| wanted.matches(a));
             peer.serve_from(subscription, found.clone());
             if let Some(artifact) = found {
-                peer.announce_artifact(subscription, &artifact).await?;
+                peer.announce_artifact(subscription, &artifact, &self.seals)
+                    .await?;
                 peer.serve_from(subscription, None);
             } else {
                 peer.status(subscription, pb::HoldingState::Unknown, None).await?;
@@ -691,7 +698,12 @@ impl Peer {
     }
 
     /// Until the artifact's handle is closed.
-    async fn announce_artifact(&self, subscription: u32, artifact: &Arc<Artifact>) -> io::Result<()> {
+    async fn announce_artifact(
+        &self,
+        subscription: u32,
+        artifact: &Arc<Artifact>,
+        seals: &Arc<Semaphore>,
+    ) -> io::Result<()> {
         let mut progress = artifact.progress();
         let mut told = 0;
         let mut state = None;
@@ -711,9 +723,13 @@ impl Peer {
             }
             let root = if artifact.have_count() == artifact.blocks().len() {
                 let artifact = artifact.clone();
-                // Hashes the whole list: up to 32 MiB.
-                let seal = tokio::task::spawn_blocking(move || artifact.seal_if_whole()).await;
-                seal.map_err(io::Error::other)?.map(|s| s.root)
+                let turn = seals.clone().acquire_owned().await.map_err(io::Error::other)?;
+                let seal = tokio::task::spawn_blocking(move || {
+                    let seal = artifact.seal_if_whole();
+                    drop(turn);
+                    seal
+                });
+                seal.await.map_err(io::Error::other)?.map(|s| s.root)
             } else {
                 None
             };

@@ -10,7 +10,7 @@
 //!
 //! Guaranteed: the other end passed the hello (purpose `Data`) and is the node that was asked for; frames
 //! are bounded before anything is allocated for them; a half that makes no progress for
-//! [`NO_PROGRESS_TIMEOUT`] fails. Not guaranteed: that bytes arrive undamaged (receivers check digests), and
+//! [`NO_PROGRESS_TIMEOUT`] fails, and so does one that sends a block more slowly than [`block_time`]. Not guaranteed: that bytes arrive undamaged (receivers check digests), and
 //! secrecy (TLS will go below).
 
 pub mod buffer;
@@ -29,6 +29,14 @@ pub const NO_PROGRESS_TIMEOUT: Duration = Duration::from_secs(15);
 /// How often the dialling end pings: twice within the 10 s after which common middleboxes and the design's
 /// failure detection get nervous.
 pub const PING_INTERVAL: Duration = Duration::from_secs(4);
+
+/// Slowest sending of a block that is borne: a receiver that takes less holds an upload slot which others need.
+pub const LEAST_BYTES_PER_S: u64 = 1 << 20;
+
+/// Longest time for a block of `len` bytes to go out: a stall, and the rest at the least rate.
+pub fn block_time(len: u32) -> Duration {
+    NO_PROGRESS_TIMEOUT + Duration::from_secs_f64(f64::from(len) / LEAST_BYTES_PER_S as f64)
+}
 
 /// Where a peer is and what it is to us, as the master's order says.
 #[derive(Clone, Debug, PartialEq, Eq)]

@@ -5,7 +5,7 @@
 
 use super::{
     BlockGate, BlockSource, ConnectError, Connection, Frame, FrameReceiver, FrameSender, NO_PROGRESS_TIMEOUT,
-    PeerAddress, Sent, Transport,
+    PeerAddress, Sent, Transport, block_time,
     buffer::BufferPool,
     frame::{HEADER_BYTES, Header, Kind, MAX_CONTROL_BYTES},
 };
@@ -13,29 +13,63 @@ use futures_util::future::BoxFuture;
 use mooncake_proto::hello::{self, HelloConfig, HelloError, PeerInfo, Purpose};
 use prost::bytes::{BufMut, Bytes};
 use rustix::{io::Errno, net::SendFlags};
-use std::{io, sync::Arc, time::Duration};
+use std::{
+    io,
+    net::{SocketAddr, ToSocketAddrs},
+    sync::Arc,
+    time::Duration,
+};
 use tokio::{
     io::{AsyncRead, AsyncReadExt, AsyncWriteExt, Interest},
     net::{
         TcpStream,
         tcp::{OwnedReadHalf, OwnedWriteHalf},
     },
-    time::timeout,
+    sync::Semaphore,
+    time::{Instant, timeout},
 };
 
 /// Longest wait for a TCP connection inside a cluster.
 const CONNECT_TIMEOUT: Duration = Duration::from_secs(5);
 
+/// Names looked up at once: each takes a thread, for as long as a name server may hang.
+const MAX_LOOKUPS: usize = 8;
+
 /// Dials over TCP.
 #[derive(Clone, Debug)]
 pub struct Tcp {
     hello: Arc<HelloConfig>,
+    lookups: Arc<Semaphore>,
 }
 
 impl Tcp {
     /// Says `hello` on every connection.
     pub fn new(hello: Arc<HelloConfig>) -> Self {
-        Self { hello }
+        Self {
+            hello,
+            lookups: Arc::new(Semaphore::new(MAX_LOOKUPS)),
+        }
+    }
+
+    async fn stream(&self, address: &str) -> io::Result<TcpStream> {
+        if let Ok(literal) = address.parse::<SocketAddr>() {
+            return TcpStream::connect(literal).await;
+        }
+        let turn = self
+            .lookups
+            .clone()
+            .acquire_owned()
+            .await
+            .map_err(io::Error::other)?;
+        let name = address.to_owned();
+        // Not tokio's: a look-up that hangs keeps its turn, though nobody waits for it any more.
+        let found = tokio::task::spawn_blocking(move || {
+            let found = name.to_socket_addrs().map(Vec::from_iter);
+            drop(turn);
+            found
+        });
+        let found = found.await.map_err(io::Error::other)??;
+        TcpStream::connect(found.as_slice()).await
     }
 
     async fn dial(&self, peer: &PeerAddress, buffers: Arc<BufferPool>) -> Result<Connection, ConnectError> {
@@ -45,7 +79,7 @@ impl Tcp {
             address: address.clone(),
             source,
         };
-        let mut stream = timeout(CONNECT_TIMEOUT, TcpStream::connect(address.as_str()))
+        let mut stream = timeout(CONNECT_TIMEOUT, self.stream(address))
             .await
             .map_err(|_| failed(io::ErrorKind::TimedOut.into()))?
             .map_err(failed)?;
@@ -98,7 +132,10 @@ fn connection(stream: TcpStream, peer: PeerInfo, buffers: Arc<BufferPool>) -> Co
     Connection {
         peer,
         transport: "tcp",
-        sender: Box::new(TcpSender { half: Some(write) }),
+        sender: Box::new(TcpSender {
+            half: Some(write),
+            block_time,
+        }),
         receiver: Box::new(TcpReceiver { half: read, buffers }),
     }
 }
@@ -106,6 +143,8 @@ fn connection(stream: TcpStream, peer: PeerInfo, buffers: Arc<BufferPool>) -> Co
 struct TcpSender {
     /// Out while a blocking thread sends, and for good after an error.
     half: Option<OwnedWriteHalf>,
+    /// [`block_time`].
+    block_time: fn(u32) -> Duration,
 }
 
 impl TcpSender {
@@ -143,6 +182,7 @@ impl TcpSender {
             source,
             open: None,
         };
+        let started = Instant::now();
         loop {
             let pushed = tokio::task::spawn_blocking(move || {
                 let result = upload.push();
@@ -151,7 +191,20 @@ impl TcpSender {
             let result;
             (upload, result) = pushed.await.map_err(io::Error::other)?;
             match result? {
-                Pushed::Full => progress(upload.half.writable()).await?,
+                Pushed::Full => {
+                    let len = upload.open.as_ref().map_or(0, |o| o.len);
+                    let most = (self.block_time)(len);
+                    if started.elapsed() >= most {
+                        return Err(io::Error::new(
+                            io::ErrorKind::TimedOut,
+                            format!(
+                                "the peer took less than a block of {len} bytes in {} s",
+                                most.as_secs()
+                            ),
+                        ));
+                    }
+                    progress(upload.half.writable()).await?;
+                }
                 Pushed::Done(sent) => {
                     self.half = Some(upload.half);
                     return Ok(sent);
@@ -183,6 +236,7 @@ struct Open {
     file: Arc<std::fs::File>,
     header: [u8; HEADER_BYTES],
     header_sent: usize,
+    len: u32,
     at: u64,
     end: u64,
 }
@@ -212,6 +266,7 @@ impl Upload {
                 file,
                 header,
                 header_sent: 0,
+                len,
                 at: offset,
                 end: offset + u64::from(len),
             });
@@ -457,6 +512,55 @@ mod tests {
             .unwrap();
         let e = receiver.receive(&Due(7, 99)).await.expect_err("another length");
         assert_eq!(e.kind(), io::ErrorKind::InvalidData);
+    }
+
+    #[tokio::test]
+    async fn a_receiver_that_takes_a_block_too_slowly_loses_its_slot() {
+        const LEN: u32 = 16 << 20;
+        let listener = tokio::net::TcpListener::bind("127.0.0.1:0").await.unwrap();
+        let dialled = TcpStream::connect(listener.local_addr().unwrap());
+        let (dialled, accepted) = tokio::join!(dialled, listener.accept());
+        let (mut slow, stream) = (dialled.unwrap(), accepted.unwrap().0);
+        // No slower than at once; a real block has 15 s more.
+        let mut sender = TcpSender {
+            half: Some(stream.into_split().1),
+            block_time: |_| Duration::ZERO,
+        };
+        let source = file(&vec![1; LEN as usize]);
+        let trickle = async {
+            // It makes progress all the time.
+            let mut few = [0; 4096];
+            while slow.read(&mut few).await.is_ok_and(|n| n > 0) {
+                tokio::task::yield_now().await;
+            }
+        };
+        let sending = async {
+            let sent = sender.send_block(1, Box::new(Part(source, 0, LEN))).await;
+            assert_eq!(sent.expect_err("too slow").kind(), io::ErrorKind::TimedOut);
+            drop(sender);
+        };
+        tokio::join!(sending, trickle);
+        assert_eq!(block_time(4 << 20), Duration::from_secs(19));
+    }
+
+    #[tokio::test]
+    async fn literals_need_no_look_up() {
+        let listener = tokio::net::TcpListener::bind("127.0.0.1:0").await.unwrap();
+        let address = listener.local_addr().unwrap();
+        let tcp = Tcp::new(Arc::new(hello("a:1")));
+        // Every look-up hangs.
+        let _all = tcp
+            .lookups
+            .clone()
+            .acquire_many_owned(MAX_LOOKUPS as u32)
+            .await
+            .unwrap();
+        tcp.stream(&address.to_string()).await.unwrap();
+        let named = format!("localhost:{}", address.port());
+        let waits = timeout(Duration::from_millis(20), tcp.stream(&named)).await;
+        assert!(waits.is_err(), "it takes its turn");
+        drop(_all);
+        tcp.stream(&named).await.unwrap();
     }
 
     #[tokio::test]
