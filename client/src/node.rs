@@ -259,16 +259,15 @@ impl Node {
         tracing::info!(node = %self.node_id, "stopping");
         self.http.draining.store(true, Ordering::Relaxed);
         // First: the master gives this node's work to others while the tasks end here.
-        if let Some(session) = self.session.take() {
-            if tokio::time::timeout(SESSION_STOP_TIMEOUT, session.stop())
+        if let Some(session) = self.session.take()
+            && tokio::time::timeout(SESSION_STOP_TIMEOUT, session.stop())
                 .await
                 .is_err()
-            {
-                tracing::warn!(
-                    "the session did not end within {} s: leaving it",
-                    SESSION_STOP_TIMEOUT.as_secs()
-                );
-            }
+        {
+            tracing::warn!(
+                "the session did not end within {} s: leaving it",
+                SESSION_STOP_TIMEOUT.as_secs()
+            );
         }
         self.stop.cancel();
         if tokio::time::timeout(STOP_TIMEOUT, self.executor.shutdown())
