@@ -533,6 +533,12 @@ impl Validator {
                     format!("{what}: the file's checksum cannot be compared with the source; only its size is checked there"),
                 );
             }
+        } else if size == Some(0) && checksum != Checksum::Sha256(Digest::sha256(b"")) {
+            let detail = format!(
+                "the file is empty, but this is not the SHA-256 of an empty text ({})",
+                Digest::sha256(b"")
+            );
+            self.fault(pointer, "checksum_mismatch_empty", detail);
         }
         checksum
     }
