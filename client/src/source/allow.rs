@@ -120,13 +120,26 @@ impl AllowList {
             .any(|e| matches!(e, Entry::Prefix(prefix) if url_below(prefix, url)))
     }
 
-    /// Whether `path`, in which every symbolic link has been resolved, may be read. Looks at the disk: the
-    /// allowed folder may itself be reached through a link.
-    pub fn allows_resolved(&self, path: &Path) -> bool {
-        self.entries.iter().any(|e| match e {
-            Entry::Folder(folder) => folder.canonicalize().is_ok_and(|folder| path.starts_with(folder)),
-            Entry::Prefix(_) => false,
-        })
+    /// Whether `resolved`, which is `written` with every symbolic link resolved, may be read. Looks at the
+    /// disk where it must, since the allowed folder may itself be reached through a link: only at folders that
+    /// `written` goes through, and at others only if that was not enough. One allowed folder on a share that
+    /// hangs so does not stop what lies elsewhere.
+    pub fn allows_resolved(&self, written: &Path, resolved: &Path) -> bool {
+        let folders = || {
+            self.entries.iter().filter_map(|e| match e {
+                Entry::Folder(folder) => Some(folder),
+                Entry::Prefix(_) => None,
+            })
+        };
+        let leads_there = |folder: &PathBuf| {
+            folder
+                .canonicalize()
+                .is_ok_and(|folder| resolved.starts_with(folder))
+        };
+        // A folder that is part of a resolved path holds no link itself.
+        folders().any(|f| resolved.starts_with(f))
+            || folders().filter(|f| written.starts_with(f)).any(leads_there)
+            || folders().filter(|f| !written.starts_with(f)).any(leads_there)
     }
 
     /// Whether `path` as written lies inside an allowed folder as written: what may be said about a path that
@@ -276,20 +289,23 @@ mod tests {
         std::os::unix::fs::symlink(&sibling, inside.join("link")).unwrap();
         std::os::unix::fs::symlink(&inside, root.join("alias")).unwrap();
         let list = AllowList::parse(&[root.join("alias").to_str().unwrap()]).unwrap();
+        let alias = root.join("alias");
+        for written in [alias.join("a"), inside.join("a"), root.join("any/other/a")] {
+            assert!(
+                list.allows_resolved(&written, &inside.join("a")),
+                "the allowed folder may be a link itself"
+            );
+        }
         assert!(
-            list.allows_resolved(&inside.join("a")),
-            "the allowed folder may be a link itself"
-        );
-        assert!(
-            !list.allows_resolved(&sibling.join("b")),
+            !list.allows_resolved(&sibling.join("b"), &sibling.join("b")),
             "a longer name is not inside"
         );
         assert!(
-            !list.allows_resolved(&inside.join("link/b").canonicalize().unwrap()),
+            !list.allows_resolved(&alias.join("link/b"), &sibling.join("b")),
             "links do not lead out"
         );
         assert!(!list.allows_as_written(&root.join("alias/../models-private/b")));
-        assert!(!AllowList::default().allows_resolved(&inside.join("a")));
+        assert!(!AllowList::default().allows_resolved(&inside.join("a"), &inside.join("a")));
     }
 
     #[test]

@@ -6,6 +6,7 @@ use crate::{
     task::{TaskFailure, TransferCounters},
 };
 use mooncake_proto::manifest::Checksum;
+use parking_lot::Mutex;
 use std::{
     fmt::Display,
     ops::Range,
@@ -26,7 +27,7 @@ pub(super) struct SourceFile {
     pub(super) checksum: Checksum,
     pub(super) location: Location,
     pub(super) blocks: Range<u32>,
-    /// Whether some blocks were there already, from an earlier acquisition.
+    /// Whether some blocks were there already, from an earlier acquisition or from peers.
     pub(super) carried_over: bool,
     /// Writes of this file under way.
     pub(super) writes: TaskTracker,
@@ -85,6 +86,8 @@ pub(super) struct Context {
     pub(super) buffers: Arc<limits::Buffers>,
     /// Made for the first file that needs it.
     fetcher: OnceLock<Result<Fetcher, TaskFailure>>,
+    /// Files whose blocks proved wrong and may not have been forgotten yet. A leaf lock.
+    condemned: Mutex<Vec<Range<u32>>>,
     /// Every disk operation under way.
     tracker: TaskTracker,
 }
@@ -104,6 +107,7 @@ impl Context {
             config,
             buffers,
             fetcher: OnceLock::new(),
+            condemned: Mutex::default(),
             tracker: TaskTracker::new(),
         }
     }
@@ -155,11 +159,43 @@ impl Context {
         Writing(handle)
     }
 
+    /// From now on these blocks are wrong, whatever becomes of the task that found out: noted at once, without
+    /// waiting for anything.
+    pub(super) fn condemn(&self, blocks: &Range<u32>) {
+        self.condemned.lock().push(blocks.clone());
+    }
+
+    /// Forgets a file that was condemned. Its writes must have ended: one that lands later would bring a block
+    /// back.
+    pub(super) async fn forget_condemned(&self, blocks: &Range<u32>) -> Result<(), TaskFailure> {
+        self.forget(blocks.clone()).await?;
+        self.condemned.lock().retain(|b| b != blocks);
+        Ok(())
+    }
+
+    /// Forgets what the files' own tasks could not: they were stopped. For the end, when nothing is written
+    /// any more.
+    pub(super) async fn forget_all_condemned(&self) -> Result<(), TaskFailure> {
+        let left = std::mem::take(&mut *self.condemned.lock());
+        for blocks in left {
+            self.forget(blocks).await?;
+        }
+        Ok(())
+    }
+
     /// Durably gives blocks up.
     pub(super) async fn forget(&self, blocks: Range<u32>) -> Result<(), TaskFailure> {
+        let held = blocks.filter(|&b| self.artifact.has(b)).collect();
+        self.give_up(held).await
+    }
+
+    /// The same, for blocks that are held.
+    pub(super) async fn give_up(&self, held: Vec<u32>) -> Result<(), TaskFailure> {
+        if held.is_empty() {
+            return Ok(());
+        }
         let artifact = self.artifact.clone();
         self.blocking(move || {
-            let held: Vec<u32> = blocks.filter(|&b| artifact.has(b)).collect();
             artifact.forget(&held).map_err(|e| {
                 let message = format!(
                     "cannot discard blocks of {} that proved wrong: {e}",

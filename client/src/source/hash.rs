@@ -90,9 +90,8 @@ fn mismatch(file: &SourceFile, expected: Digest, actual: Digest) -> TaskFailure 
         file.path, file.location
     );
     if file.carried_over {
-        // The earlier part may be of another version of the source, or of another source altogether.
-        let message =
-            format!("{what}. A part was left from an earlier attempt: it is read again from the start");
+        // That part may be of another version of the source, or of another source altogether, or a peer's.
+        let message = format!("{what}. A part was there before: it is read again from the start");
         TaskFailure::retryable("checksum_mismatch", message)
     } else {
         let message =

@@ -11,6 +11,12 @@ use parking_lot::Mutex;
 /// Most bytes in block buffers at once, in the whole process: enough for every connection to fill one block
 /// of the largest size while its last one is hashed and written, small beside a node's memory.
 pub const BUFFER_BYTES: usize = 64 << 20;
+/// Of these, most that sources on this machine may have: a read from a network share that hangs keeps its
+/// buffer until the kernel gives up, and the web must go on meanwhile.
+pub const LOCAL_BUFFER_BYTES: usize = BUFFER_BYTES / 4 * 3;
+/// And most that one acquisition may have for them: four blocks of the largest size keep a disk busy, and one
+/// share that hangs leaves the others theirs.
+pub const LOCAL_BUFFER_BYTES_PER_TASK: usize = BUFFER_BYTES / 4;
 /// Unit in which [`BUFFER_BYTES`] is handed out: the smallest block.
 const BUFFER_UNIT_BYTES: usize = 256 << 10;
 /// Most HTTP requests under way at once, in the whole process. 12 full-size blocks leave room in
@@ -69,6 +75,8 @@ impl Default for SourceConfig {
 
 static BUFFERS: LazyLock<Arc<Semaphore>> =
     LazyLock::new(|| Arc::new(Semaphore::new(BUFFER_BYTES / BUFFER_UNIT_BYTES)));
+static LOCAL_BUFFERS: LazyLock<Arc<Semaphore>> =
+    LazyLock::new(|| Arc::new(Semaphore::new(LOCAL_BUFFER_BYTES / BUFFER_UNIT_BYTES)));
 static CONNECTION_PERMITS: LazyLock<Arc<Semaphore>> = LazyLock::new(|| Arc::new(Semaphore::new(CONNECTIONS)));
 static HASHER_PERMITS: LazyLock<Arc<Semaphore>> = LazyLock::new(|| Arc::new(Semaphore::new(HASHERS)));
 
@@ -94,6 +102,8 @@ pub(super) async fn hasher() -> OwnedSemaphorePermit {
 #[derive(Debug)]
 pub(super) struct Buffers {
     block_size: usize,
+    /// See [`LOCAL_BUFFER_BYTES_PER_TASK`].
+    local: Arc<Semaphore>,
     /// Buffers not in use; a leaf lock, held for a push or a pop.
     free: Mutex<Vec<Vec<u8>>>,
 }
@@ -102,6 +112,7 @@ impl Buffers {
     pub(super) fn new(block_size: u32) -> Arc<Self> {
         Arc::new(Self {
             block_size: block_size as usize,
+            local: Arc::new(Semaphore::new(LOCAL_BUFFER_BYTES_PER_TASK / BUFFER_UNIT_BYTES)),
             free: Mutex::default(),
         })
     }
@@ -109,11 +120,24 @@ impl Buffers {
     /// An empty buffer with room for one block. Whoever waits here must not hold a buffer that only more
     /// waiting could free.
     pub(super) async fn take(self: &Arc<Self>) -> Buffer {
+        self.take_within(&[]).await
+    }
+
+    /// The same, for a source on this machine.
+    pub(super) async fn take_local(self: &Arc<Self>) -> Buffer {
+        self.take_within(&[&self.local, &LOCAL_BUFFERS]).await
+    }
+
+    /// The narrower bound first: who waits for it takes nothing from the others.
+    async fn take_within(self: &Arc<Self>, bounds: &[&Arc<Semaphore>]) -> Buffer {
         let units = self
             .block_size
-            .clamp(BUFFER_UNIT_BYTES, BUFFER_BYTES)
-            .div_ceil(BUFFER_UNIT_BYTES);
-        let permit = permit(&BUFFERS, units as u32).await;
+            .clamp(BUFFER_UNIT_BYTES, LOCAL_BUFFER_BYTES_PER_TASK)
+            .div_ceil(BUFFER_UNIT_BYTES) as u32;
+        let mut permits = Vec::with_capacity(bounds.len() + 1);
+        for bound in bounds.iter().copied().chain([&*BUFFERS]) {
+            permits.push(permit(bound, units).await);
+        }
         let bytes = self
             .free
             .lock()
@@ -122,7 +146,7 @@ impl Buffers {
         Buffer {
             bytes,
             pool: self.clone(),
-            _permit: permit,
+            _permits: permits,
         }
     }
 }
@@ -132,7 +156,7 @@ impl Buffers {
 pub(super) struct Buffer {
     pub(super) bytes: Vec<u8>,
     pool: Arc<Buffers>,
-    _permit: OwnedSemaphorePermit,
+    _permits: Vec<OwnedSemaphorePermit>,
 }
 
 impl Drop for Buffer {

@@ -54,7 +54,7 @@ pub(super) fn open(allow: &AllowList, file: &SourceFile) -> Result<(File, Versio
         Err(e) if allow.allows_as_written(path) => return Err(cannot_read(file, &e)),
         Err(_) => return Err(allow.refusal(&file.path, &file.location)),
     };
-    if !allow.allows_resolved(&resolved) {
+    if !allow.allows_resolved(path, &resolved) {
         return Err(allow.refusal(&file.path, &file.location));
     }
     let opened = open_resolved(&resolved).map_err(|e| cannot_read(file, &e))?;
@@ -113,6 +113,13 @@ fn cannot_read(file: &SourceFile, error: &io::Error) -> TaskFailure {
     }
 }
 
+/// Whether a file's source can be read, now.
+pub(super) async fn look(context: &Arc<Context>, file: &SourceFile) -> Result<(), TaskFailure> {
+    let (looked_at, what) = (context.clone(), file.clone());
+    let opened = context.blocking(move || open(&looked_at.allow, &what).map(drop));
+    in_time(context, file, opened).await
+}
+
 /// Copies what is missing of one file.
 pub(super) async fn fetch(context: &Arc<Context>, file: &Arc<SourceFile>) -> Result<(), TaskFailure> {
     let mut missing = file
@@ -134,8 +141,7 @@ pub(super) async fn fetch(context: &Arc<Context>, file: &Arc<SourceFile>) -> Res
         while copies.len() < BLOCKS_AT_ONCE
             && let Some(block) = missing.next()
         {
-            let buffer = context.buffers.take();
-            copies.push(copy(context, file, &source, block, buffer));
+            copies.push(copy(context, file, &source, block));
         }
         match copies.next().await {
             Some(result) => result?,
@@ -156,14 +162,15 @@ async fn copy(
     file: &Arc<SourceFile>,
     source: &Arc<File>,
     block: u32,
-    buffer: impl Future<Output = Buffer>,
 ) -> Result<(), TaskFailure> {
     let range = context
         .artifact
         .blocks()
         .locate(block)
         .expect("a block of this artifact");
-    let mut buffer = buffer.await;
+    // Reads that hang, of this source or of others, keep their buffers.
+    let buffer = async { Ok(context.buffers.take_local().await) };
+    let mut buffer: Buffer = in_time(context, file, buffer).await?;
     let (source, what) = (source.clone(), file.clone());
     let read = context.blocking(move || {
         buffer.bytes.resize(range.len as usize, 0);
@@ -179,7 +186,7 @@ async fn copy(
 }
 
 /// A network share that hangs must not hang the job for ever.
-async fn in_time<T>(
+pub(super) async fn in_time<T>(
     context: &Context,
     file: &SourceFile,
     work: impl Future<Output = Result<T, TaskFailure>>,
@@ -187,7 +194,7 @@ async fn in_time<T>(
     let limit = context.config.no_progress_timeout;
     tokio::time::timeout(limit, work).await.unwrap_or_else(|_| {
         let message = format!(
-            "{} (the source of '{}') gave nothing for {limit:?}: check the disk or the network share",
+            "{} (the source of '{}') gave nothing for {limit:?}, or other sources that hang left no room to read it: check the disk or the network share",
             file.location, file.path
         );
         Err(TaskFailure::retryable("source_unavailable", message))

@@ -8,8 +8,11 @@
 //! - Nothing outside the [`AllowList`] is read, nor before every file of the manifest was found inside it.
 //! - [`acquire`] returns a seal only when every block is held and durable, every declared SHA-256 held, and
 //!   the expected seal, if one was given, was reproduced.
-//! - A file whose checksum, size or version turned out wrong is forgotten as a whole: none of its blocks is
-//!   offered again, and the next attempt reads it from its start.
+//! - Blocks that came from peers are not taken for the source's: with a declared SHA-256 they are kept as far
+//!   as it holds (else the file is read anew, at once), without one they are given up and read again. A copy
+//!   that reproduces the expected seal is proven as a whole, and needs no source.
+//! - A file whose checksum, size or version turned out wrong is forgotten as a whole, also if another file
+//!   fails first or the task is canceled: none of its blocks is offered again, and it is read from its start.
 //! - Bytes beyond a file's declared size and bodies of error answers are never written.
 //! - Memory in block buffers is bounded for the whole process ([`limits::BUFFER_BYTES`]).
 //! - Canceling ends it within one disk operation; verified blocks stay.
@@ -38,7 +41,10 @@ use crate::{
     task::{TaskFailure, TransferCounters},
 };
 use context::{Context, SourceFile, disk_failure, quiet};
-use mooncake_proto::manifest::{Seal, Sources};
+use mooncake_proto::{
+    digest::Digest,
+    manifest::{Checksum, Seal, Sources},
+};
 use std::{collections::BTreeSet, sync::Arc};
 use tokio::task::JoinSet;
 use tokio_util::{sync::CancellationToken, task::TaskTracker};
@@ -76,23 +82,22 @@ pub async fn acquire_with(
         counters,
     } = task;
     let model = artifact.model().clone();
-    if let (ArtifactState::Staged { .. }, Some(seal)) = (artifact.state(), artifact.seal_if_whole()) {
-        // Proven before it was published; there is nothing to read.
-        return compare(seal, expected_seal);
-    }
     let context = Arc::new(Context::new(artifact, allow, counters, config));
+    if let Some(proven) = proven(&context, expected_seal).await? {
+        return compare(proven, expected_seal);
+    }
     let mut files = JoinSet::new();
     let result = tokio::select! {
         biased;
         () = cancel.cancelled() => Err(TaskFailure::canceled()),
         result = run(&context, &sources, &mut files) => result,
     };
-    // Nothing of this acquisition touches the artifact after it has returned: first the transfers stop, then
-    // the disk operations which they had begun end.
-    files.shutdown().await;
-    context.drain().await;
-    let seal = match result {
-        Ok(()) => seal(&context, expected_seal).await,
+    let forgotten = finish(&context, &mut files).await;
+    if let Err(failure) = &forgotten {
+        tracing::error!(%model, code = %failure.code, "{}", failure.message);
+    }
+    let seal = match result.and_then(|carried_over| forgotten.map(|()| carried_over)) {
+        Ok(carried_over) => seal(&context, expected_seal, carried_over).await,
         Err(failure) => Err(failure),
     };
     match &seal {
@@ -105,13 +110,43 @@ pub async fn acquire_with(
     seal
 }
 
-/// Reads and hashes all files, [`limits::FILES_AT_ONCE`] at a time, in file order.
+/// Nothing of an acquisition touches the artifact after it has returned: first the transfers stop, then the
+/// disk operations which they had begun end. Only then nothing can bring back what was condemned.
+async fn finish(context: &Context, files: &mut JoinSet<Result<(), TaskFailure>>) -> Result<(), TaskFailure> {
+    files.shutdown().await;
+    context.drain().await;
+    context.forget_all_condemned().await
+}
+
+/// The seal of a copy that needs no source: one that was published, or that reproduces the expected seal.
+async fn proven(context: &Context, expected: Option<Seal>) -> Result<Option<Seal>, TaskFailure> {
+    let artifact = context.artifact.clone();
+    let work = move || {
+        let Some(own) = artifact.seal_if_whole() else {
+            return Ok(None);
+        };
+        if matches!(artifact.state(), ArtifactState::Staged { .. }) {
+            return Ok(Some(own));
+        }
+        if expected != Some(own) {
+            return Ok(None);
+        }
+        artifact.flush().map_err(|e| disk_failure(e.code(), &e))?;
+        Ok(Some(own))
+    };
+    context.blocking(work).await
+}
+
+/// Reads and hashes all files, [`limits::FILES_AT_ONCE`] at a time, in file order. Gives whether some blocks
+/// are from an earlier acquisition.
 async fn run(
     context: &Arc<Context>,
     sources: &Sources,
     running: &mut JoinSet<Result<(), TaskFailure>>,
-) -> Result<(), TaskFailure> {
-    let mut files = plan(context, sources).await?.into_iter();
+) -> Result<bool, TaskFailure> {
+    let files = plan(context, sources).await?;
+    let carried_over = files.iter().any(|f| f.carried_over);
+    let mut files = files.into_iter();
     loop {
         while running.len() < limits::FILES_AT_ONCE
             && let Some(file) = files.next()
@@ -119,7 +154,7 @@ async fn run(
             running.spawn(one_file(context.clone(), Arc::new(file)));
         }
         match running.join_next().await {
-            None => return Ok(()),
+            None => return Ok(carried_over),
             Some(Ok(result)) => result?,
             Some(Err(e)) if e.is_panic() => std::panic::resume_unwind(e.into_panic()),
             Some(Err(_)) => return Err(TaskFailure::canceled()),
@@ -127,8 +162,8 @@ async fn run(
     }
 }
 
-/// Every file that has bytes, after all sources were looked at: a job that must fail because of its last
-/// source fails before it has read the first.
+/// Every file that has bytes, after the sources of all that miss blocks were looked at: a job that must fail
+/// because of its last source fails before it has read the first.
 async fn plan(context: &Arc<Context>, sources: &Sources) -> Result<Vec<SourceFile>, TaskFailure> {
     let manifest = context.artifact.manifest();
     if sources.0.len() != manifest.files.len() {
@@ -143,67 +178,109 @@ async fn plan(context: &Arc<Context>, sources: &Sources) -> Result<Vec<SourceFil
     let mut files = Vec::new();
     for (index, (file, source)) in manifest.files.iter().zip(&sources.0).enumerate() {
         if file.size_bytes == 0 {
+            no_bytes(&file.path, &file.checksum)?;
             continue;
         }
         let location = Location::parse(source).map_err(|mut failure| {
             failure.message = format!("'{}': {}", file.path, failure.message);
             failure
         })?;
-        if let Location::Url(url) = &location
-            && !context.allow.allows_url(url)
-        {
-            return Err(context.allow.refusal(&file.path, &location));
+        let blocks = context.artifact.blocks().of_file(index);
+        if matches!(file.checksum, Checksum::Opaque(_)) {
+            // Nothing would tell whether what peers said of them is true.
+            context.give_up(context.artifact.unproven(blocks.clone())).await?;
         }
-        let carried_over = context
-            .artifact
-            .blocks()
-            .of_file(index)
-            .any(|b| context.artifact.has(b));
+        let held = blocks.clone().filter(|&b| context.artifact.has(b)).count();
+        let carried_over = held > 0;
+        if held < blocks.len() {
+            allowed(context, &file.path, &location)?;
+        }
         files.push(SourceFile {
             path: file.path.clone(),
             size_bytes: file.size_bytes,
             checksum: file.checksum.clone(),
             location,
-            blocks: context.artifact.blocks().of_file(index),
+            blocks,
             carried_over,
             writes: TaskTracker::new(),
         });
     }
-    let files = Arc::new(files);
-    let (checked, looked_at) = (files.clone(), context.clone());
-    context
-        .blocking(move || {
-            // One look per distinct source is enough for the list; sizes are compared per file.
-            let mut seen = BTreeSet::new();
-            checked.iter().try_for_each(|file| match &file.location {
-                Location::Path(path) if seen.insert((path, file.size_bytes)) => {
-                    local::open(&looked_at.allow, file).map(drop)
-                }
-                _ => Ok(()),
-            })
-        })
-        .await?;
-    Ok(Arc::unwrap_or_clone(files))
+    // One look per distinct source is enough for the list; sizes are compared per file.
+    let mut seen = BTreeSet::new();
+    for file in &files {
+        if let Location::Path(path) = &file.location
+            && !whole(context, file)
+            && seen.insert((path, file.size_bytes))
+        {
+            local::look(context, file).await?;
+        }
+    }
+    Ok(files)
+}
+
+/// An empty file has no source, but it may have a checksum.
+fn no_bytes(path: &str, checksum: &Checksum) -> Result<(), TaskFailure> {
+    match checksum {
+        Checksum::Sha256(declared) if *declared != Digest::sha256(b"") => {
+            let message = format!(
+                "'{path}' is empty, but its declared checksum, sha256:{declared}, is not the one of an empty file \
+                 (sha256:{}): correct the size or the checksum in the manifest",
+                Digest::sha256(b"")
+            );
+            Err(TaskFailure::permanent("checksum_mismatch", message))
+        }
+        _ => Ok(()),
+    }
+}
+
+/// A URL must be on the list. Paths are compared when they are opened, once they are resolved.
+fn allowed(context: &Context, path: &str, location: &Location) -> Result<(), TaskFailure> {
+    match location {
+        Location::Url(url) if !context.allow.allows_url(url) => Err(context.allow.refusal(path, location)),
+        _ => Ok(()),
+    }
+}
+
+fn whole(context: &Context, file: &SourceFile) -> bool {
+    file.blocks.clone().all(|b| context.artifact.has(b))
+}
+
+/// Transfers one file; once more, from its start, if what was there before it began proves wrong.
+async fn one_file(context: Arc<Context>, file: Arc<SourceFile>) -> Result<(), TaskFailure> {
+    match one_pass(&context, &file).await {
+        Err(failure) if file.carried_over && failure.code == "checksum_mismatch" => {
+            tracing::warn!(model = %context.artifact.model(), "{}", failure.message);
+            allowed(&context, &file.path, &file.location)?;
+            let anew = SourceFile {
+                carried_over: false,
+                writes: TaskTracker::new(),
+                ..SourceFile::clone(&file)
+            };
+            one_pass(&context, &Arc::new(anew)).await
+        }
+        result => result,
+    }
 }
 
 /// Transfers one file and, behind it, computes its checksum.
-async fn one_file(context: Arc<Context>, file: Arc<SourceFile>) -> Result<(), TaskFailure> {
+async fn one_pass(context: &Arc<Context>, file: &Arc<SourceFile>) -> Result<(), TaskFailure> {
     let fetched = CancellationToken::new();
     let fetch = async {
         match &file.location {
-            Location::Path(_) => local::fetch(&context, &file).await?,
-            Location::Url(url) => http::fetch(&context, &file, url).await?,
+            Location::Path(_) => local::fetch(context, file).await?,
+            Location::Url(url) => http::fetch(context, file, url).await?,
         }
         fetched.cancel();
         Ok(())
     };
-    let result = tokio::try_join!(fetch, hash::check(&context, &file, &fetched)).map(drop);
+    let result = tokio::try_join!(fetch, hash::check(context, file, &fetched)).map(drop);
     if let Err(failure) = &result
         && CONDEMNS_FILE.contains(&failure.code.as_str())
     {
-        // A write that lands after the blocks were forgotten would bring one back.
+        // At the latest the end of the acquisition forgets them: this task may be stopped while it waits.
+        context.condemn(&file.blocks);
         quiet(&file.writes).await;
-        context.forget(file.blocks.clone()).await?;
+        context.forget_condemned(&file.blocks).await?;
     }
     result
 }
@@ -212,16 +289,30 @@ async fn one_file(context: Arc<Context>, file: Arc<SourceFile>) -> Result<(), Ta
 const CONDEMNS_FILE: [&str; 3] = ["checksum_mismatch", "source_changed", "size_mismatch"];
 
 /// Makes everything durable, then computes the seal.
-async fn seal(context: &Arc<Context>, expected: Option<Seal>) -> Result<Seal, TaskFailure> {
+async fn seal(
+    context: &Arc<Context>,
+    expected: Option<Seal>,
+    carried_over: bool,
+) -> Result<Seal, TaskFailure> {
     let artifact = context.artifact.clone();
+    for (index, file) in artifact.manifest().files.iter().enumerate() {
+        // A peer's block that landed while its file was read is no more proven than one from before.
+        let unproven = artifact.unproven(artifact.blocks().of_file(index));
+        if matches!(file.checksum, Checksum::Opaque(_)) && !unproven.is_empty() {
+            context.give_up(unproven).await?;
+            return Err(blocks_lost(&artifact));
+        }
+    }
     let seal = context
         .blocking(move || {
             artifact.flush().map_err(|e| disk_failure(e.code(), &e))?;
             artifact.seal_if_whole().ok_or_else(|| blocks_lost(&artifact))
         })
         .await?;
-    let result = compare(seal, expected);
-    if result.is_err() {
+    let mut result = compare(seal, expected);
+    if let Err(failure) = &mut result {
+        // What an earlier acquisition left may be of another version; the next one reads everything.
+        failure.retryable = carried_over;
         // Which block differs is not known; a copy that cannot be published must not be resumed.
         context.forget(0..context.artifact.blocks().len()).await?;
     }

@@ -2,7 +2,7 @@
 
 use super::{
     error::WriteError,
-    journal::Journal,
+    journal::{Journal, Recorded},
     plumbing::Plumbing,
     tree,
     types::{ArtifactState, ObjectRange},
@@ -76,6 +76,8 @@ pub(crate) struct State {
     pub(crate) phase: Phase,
     /// One bit per block.
     have: Vec<u64>,
+    /// One bit per block: of those held, which this node read from their source.
+    own: Vec<u64>,
     /// Parallel to the blocks; meaningless where `have` has no bit.
     pub(crate) digests: Vec<Digest>,
     added: Vec<u32>,
@@ -90,7 +92,7 @@ pub(crate) struct State {
     pub(crate) pending: Vec<u32>,
     pub(crate) pending_bytes: u64,
     /// What the journal knew at start and nobody has re-hashed yet.
-    pub(crate) recorded: Option<BTreeMap<u32, Digest>>,
+    pub(crate) recorded: Option<BTreeMap<u32, Recorded>>,
     /// The recorded blocks were re-hashed (or there were none).
     pub(crate) rescanned: bool,
     /// The tree is there and its space is taken.
@@ -106,6 +108,18 @@ impl State {
         self.have
             .get(block as usize / 64)
             .is_some_and(|word| word >> (block % 64) & 1 == 1)
+    }
+
+    fn is_own(&self, block: u32) -> bool {
+        self.own[block as usize / 64] >> (block % 64) & 1 == 1
+    }
+
+    /// What the journal is to say of a held block.
+    pub(crate) fn recorded_of(&self, block: u32) -> Recorded {
+        Recorded {
+            digest: self.digests[block as usize],
+            own: self.is_own(block),
+        }
     }
 }
 
@@ -128,7 +142,7 @@ impl Artifact {
         plumbing: Arc<Plumbing>,
         parts: Parts,
         journal: Journal,
-        recorded: BTreeMap<u32, Digest>,
+        recorded: BTreeMap<u32, Recorded>,
     ) -> Self {
         let artifact = Self::new(plumbing, parts, Some(journal), Phase::Staging);
         {
@@ -145,7 +159,8 @@ impl Artifact {
         {
             let mut state = artifact.state.lock();
             for (block, digest) in digests.iter().enumerate() {
-                artifact.mark(&mut state, block as u32, *digest);
+                let (digest, own) = (*digest, false);
+                artifact.mark(&mut state, block as u32, Recorded { digest, own });
             }
         }
         artifact
@@ -164,6 +179,7 @@ impl Artifact {
         let state = State {
             phase,
             have: vec![0; (blocks.len() as usize).div_ceil(64)],
+            own: vec![0; (blocks.len() as usize).div_ceil(64)],
             digests: vec![Digest::new([0; 32]); blocks.len() as usize],
             added: Vec::new(),
             have_count: 0,
@@ -259,6 +275,13 @@ impl Artifact {
         self.state.lock().has(block)
     }
 
+    /// Of these blocks, those that are held and were only compared with what peers announced: this node did
+    /// not read them from their source, in this life of the process or an earlier one.
+    pub fn unproven(&self, blocks: std::ops::Range<u32>) -> Vec<u32> {
+        let state = self.state.lock();
+        blocks.filter(|&b| state.has(b) && !state.is_own(b)).collect()
+    }
+
     /// Number of verified blocks.
     pub fn have_count(&self) -> u32 {
         self.state.lock().have_count
@@ -320,14 +343,17 @@ impl Artifact {
                 actual,
             });
         }
-        self.write_checked(block, range, *expected, bytes)
+        let (digest, own) = (*expected, false);
+        self.write_checked(block, range, Recorded { digest, own }, bytes)
     }
 
-    /// Takes a block from the source, whose digest this node is the first to compute.
+    /// Takes a block from the source, whose digest this node is the first to compute. That it came from there
+    /// is remembered across restarts (see [`unproven`](Self::unproven)), unless a peer's copy was held already.
     pub fn write_own_block(self: &Arc<Self>, block: u32, bytes: &[u8]) -> Result<Digest, WriteError> {
         let range = self.check_length(block, bytes)?;
         let digest = self.algorithm.digest(bytes);
-        self.write_checked(block, range, digest, bytes)?;
+        let own = true;
+        self.write_checked(block, range, Recorded { digest, own }, bytes)?;
         Ok(digest)
     }
 
@@ -351,7 +377,7 @@ impl Artifact {
         self: &Arc<Self>,
         block: u32,
         range: BlockRange,
-        digest: Digest,
+        recorded: Recorded,
         bytes: &[u8],
     ) -> Result<(), WriteError> {
         let len = u64::from(range.len);
@@ -364,7 +390,7 @@ impl Artifact {
         // Everything that is not journaled in the end gives its reservation back.
         let claimed = {
             let mut state = self.state.lock();
-            self.claim(&mut state, block, digest)
+            self.claim(&mut state, block, recorded.digest)
         };
         match claimed {
             Ok(true) => {}
@@ -400,7 +426,7 @@ impl Artifact {
                 (Ok(()), None) => unreachable!("one of them holds"),
             });
         }
-        self.mark(&mut state, block, digest);
+        self.mark(&mut state, block, recorded);
         state.pending.push(block);
         state.pending_bytes += len;
         state.unallocated_bytes = state.unallocated_bytes.saturating_sub(len);
@@ -447,10 +473,13 @@ impl Artifact {
     }
 
     /// The block is verified.
-    pub(crate) fn mark(&self, state: &mut State, block: u32, digest: Digest) {
+    pub(crate) fn mark(&self, state: &mut State, block: u32, recorded: Recorded) {
         debug_assert!(!state.has(block), "block {block} is marked twice");
         state.have[block as usize / 64] |= 1 << (block % 64);
-        state.digests[block as usize] = digest;
+        if recorded.own {
+            state.own[block as usize / 64] |= 1 << (block % 64);
+        }
+        state.digests[block as usize] = recorded.digest;
         state.added.push(block);
         state.have_count += 1;
         let range = self.blocks.locate(block).expect("checked by the caller");
@@ -463,6 +492,7 @@ impl Artifact {
 
     pub(crate) fn unmark(&self, state: &mut State, block: u32) {
         state.have[block as usize / 64] &= !(1 << (block % 64));
+        state.own[block as usize / 64] &= !(1 << (block % 64));
         state.have_count -= 1;
         state.seal = None;
         let range = self.blocks.locate(block).expect("it was held");

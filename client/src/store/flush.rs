@@ -85,7 +85,7 @@ impl Artifact {
             let bytes = std::mem::take(&mut state.pending_bytes);
             let entries: Vec<_> = batch
                 .iter()
-                .map(|&b| Entry::Verified(b, state.digests[b as usize]))
+                .map(|&b| Entry::Verified(b, state.recorded_of(b)))
                 .collect();
             (batch, bytes, entries)
         };

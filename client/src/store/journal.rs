@@ -30,6 +30,7 @@ const HEADER_BYTES: usize = 64;
 const RECORD_BYTES: usize = 44;
 const KIND_VERIFIED: u8 = 1;
 const KIND_FORGOTTEN: u8 = 2;
+const KIND_OWN: u8 = 3;
 /// Records beyond the live ones before opening rewrites the file: bounds what peers that lie can make it
 /// grow to over restarts.
 const COMPACT_SLACK_RECORDS: u64 = 4096;
@@ -38,9 +39,17 @@ const COMPACT_SLACK_RECORDS: u64 = 4096;
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 pub(crate) enum Entry {
     /// The block's bytes are durable and have this digest.
-    Verified(u32, Digest),
+    Verified(u32, Recorded),
     /// The block is not held any more.
     Forgotten(u32),
+}
+
+/// What is recorded of a verified block.
+#[derive(Clone, Copy, Debug, PartialEq, Eq)]
+pub(crate) struct Recorded {
+    pub(crate) digest: Digest,
+    /// This node read it from its source. Otherwise the digest is what peers announced.
+    pub(crate) own: bool,
 }
 
 /// What a journal belongs to.
@@ -84,7 +93,11 @@ fn record_crc(header_crc: u32, index: u64, content: &[u8]) -> u32 {
 fn encode_record(header_crc: u32, index: u64, entry: &Entry, out: &mut Vec<u8>) {
     let start = out.len();
     let (kind, block, digest) = match entry {
-        Entry::Verified(block, digest) => (KIND_VERIFIED, *block, *digest.as_bytes()),
+        Entry::Verified(block, Recorded { digest, own }) => (
+            if *own { KIND_OWN } else { KIND_VERIFIED },
+            *block,
+            *digest.as_bytes(),
+        ),
         Entry::Forgotten(block) => (KIND_FORGOTTEN, *block, [0; 32]),
     };
     out.extend([kind, 0, 0, 0]);
@@ -101,7 +114,11 @@ fn decode_record(header_crc: u32, index: u64, bytes: &[u8]) -> Option<Entry> {
     }
     let block = u32::from_le_bytes(content[4..8].try_into().ok()?);
     match content[0] {
-        KIND_VERIFIED => Some(Entry::Verified(block, Digest::try_from(&content[8..40]).ok()?)),
+        kind @ (KIND_VERIFIED | KIND_OWN) => {
+            let digest = Digest::try_from(&content[8..40]).ok()?;
+            let own = kind == KIND_OWN;
+            Some(Entry::Verified(block, Recorded { digest, own }))
+        }
         KIND_FORGOTTEN => Some(Entry::Forgotten(block)),
         _ => None,
     }
@@ -140,7 +157,10 @@ impl Journal {
 
     /// Opens the journal at `path` and says which blocks it knows as verified. One that is missing or not
     /// bound to `binding` is replaced by an empty one: its blocks are unknown.
-    pub(crate) fn open(path: &Path, binding: &Binding) -> Result<(Self, BTreeMap<u32, Digest>), StoreError> {
+    pub(crate) fn open(
+        path: &Path,
+        binding: &Binding,
+    ) -> Result<(Self, BTreeMap<u32, Recorded>), StoreError> {
         let file = match OpenOptions::new().read(true).write(true).open(path) {
             Ok(file) => file,
             Err(e) if e.kind() == io::ErrorKind::NotFound => {
@@ -164,7 +184,7 @@ impl Journal {
         let mut records = 0u64;
         for chunk in body.chunks_exact(RECORD_BYTES) {
             match decode_record(header_crc, records, chunk) {
-                Some(Entry::Verified(block, digest)) => known.insert(block, digest),
+                Some(Entry::Verified(block, recorded)) => known.insert(block, recorded),
                 Some(Entry::Forgotten(block)) => known.remove(&block),
                 None => break,
             };
@@ -236,12 +256,20 @@ mod tests {
         Digest::sha256(&n.to_le_bytes())
     }
 
-    fn written(path: &Path, n: u32) -> BTreeMap<u32, Digest> {
+    /// Both kinds occur.
+    fn recorded(n: u32) -> Recorded {
+        Recorded {
+            digest: digest(n),
+            own: n % 2 == 1,
+        }
+    }
+
+    fn written(path: &Path, n: u32) -> BTreeMap<u32, Recorded> {
         let mut journal = Journal::create(path, &binding()).unwrap();
         for b in 0..n {
-            journal.append(&[Entry::Verified(b, digest(b))], || ()).unwrap();
+            journal.append(&[Entry::Verified(b, recorded(b))], || ()).unwrap();
         }
-        (0..n).map(|b| (b, digest(b))).collect()
+        (0..n).map(|b| (b, recorded(b))).collect()
     }
 
     #[test]
@@ -252,14 +280,16 @@ mod tests {
         let (mut journal, known) = Journal::open(&path, &binding()).unwrap();
         assert_eq!(known, want);
         journal
-            .append(&[Entry::Forgotten(3), Entry::Verified(9, digest(9))], || ())
+            .append(&[Entry::Forgotten(3), Entry::Verified(9, recorded(9))], || ())
             .unwrap();
         want.remove(&3);
-        want.insert(9, digest(9));
+        want.insert(9, recorded(9));
         assert_eq!(Journal::open(&path, &binding()).unwrap().1, want);
         // Verified again, with another digest: the later record counts.
-        journal.append(&[Entry::Verified(3, digest(33))], || ()).unwrap();
-        want.insert(3, digest(33));
+        journal
+            .append(&[Entry::Verified(3, recorded(33))], || ())
+            .unwrap();
+        want.insert(3, recorded(33));
         assert_eq!(Journal::open(&path, &binding()).unwrap().1, want);
     }
 
@@ -279,10 +309,12 @@ mod tests {
                 "{len} bytes"
             );
             // And it goes on from there.
-            journal.append(&[Entry::Verified(77, digest(77))], || ()).unwrap();
+            journal
+                .append(&[Entry::Verified(77, recorded(77))], || ())
+                .unwrap();
             let (_, known) = Journal::open(&path, &binding()).unwrap();
             assert_eq!(known.len(), whole + 1);
-            assert_eq!(known[&77], digest(77));
+            assert_eq!(known[&77], recorded(77));
         }
     }
 
@@ -337,11 +369,11 @@ mod tests {
         let path = dir.path().join("journal");
         let mut journal = Journal::create(&path, &binding()).unwrap();
         let churn: Vec<_> = (0..3000)
-            .flat_map(|n| [Entry::Verified(7, digest(n)), Entry::Forgotten(7)])
-            .chain([Entry::Verified(1, digest(1)), Entry::Verified(2, digest(2))])
+            .flat_map(|n| [Entry::Verified(7, recorded(n)), Entry::Forgotten(7)])
+            .chain([Entry::Verified(1, recorded(1)), Entry::Verified(2, recorded(2))])
             .collect();
         journal.append(&churn, || ()).unwrap();
-        let want = BTreeMap::from([(1, digest(1)), (2, digest(2))]);
+        let want = BTreeMap::from([(1, recorded(1)), (2, recorded(2))]);
         assert_eq!(Journal::open(&path, &binding()).unwrap().1, want);
         assert_eq!(
             std::fs::metadata(&path).unwrap().len() as usize,
@@ -349,7 +381,7 @@ mod tests {
         );
         let (mut journal, known) = Journal::open(&path, &binding()).unwrap();
         assert_eq!(known, want);
-        journal.append(&[Entry::Verified(3, digest(3))], || ()).unwrap();
+        journal.append(&[Entry::Verified(3, recorded(3))], || ()).unwrap();
         assert_eq!(Journal::open(&path, &binding()).unwrap().1.len(), 3);
     }
 }

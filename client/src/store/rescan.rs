@@ -2,9 +2,8 @@
 
 use super::{
     artifact::{Artifact, Phase},
-    journal::Entry,
+    journal::{Entry, Recorded},
 };
-use mooncake_proto::digest::Digest;
 use parking_lot::Mutex;
 use std::{collections::BTreeSet, os::unix::fs::FileExt};
 
@@ -36,8 +35,8 @@ impl Artifact {
                 scope.spawn(|| {
                     loop {
                         let next = work.lock().next();
-                        let Some((block, digest)) = next else { return };
-                        if stopped() || !self.rescan_block(block, digest) {
+                        let Some((block, recorded)) = next else { return };
+                        if stopped() || !self.rescan_block(block, recorded) {
                             bad.lock().insert(block);
                         }
                     }
@@ -78,7 +77,7 @@ impl Artifact {
     }
 
     /// Whether the block is held now.
-    fn rescan_block(&self, block: u32, digest: Digest) -> bool {
+    fn rescan_block(&self, block: u32, recorded: Recorded) -> bool {
         let Some(range) = self.blocks.locate(block) else {
             return false;
         };
@@ -95,11 +94,12 @@ impl Artifact {
         let read = self
             .file(range.file)
             .and_then(|f| f.read_exact_at(&mut bytes, range.offset));
-        let good = read.is_ok() && self.algorithm.digest(&bytes) == digest;
+        let good = read.is_ok() && self.algorithm.digest(&bytes) == recorded.digest;
         let mut state = self.state.lock();
         state.busy.remove(&block);
         if good && matches!(state.phase, Phase::Staging) {
-            self.mark(&mut state, block, digest);
+            self.mark(&mut state, block, recorded);
+            state.unallocated_bytes = state.unallocated_bytes.saturating_sub(range.len.into());
         }
         drop(state);
         self.idle.notify_all();

@@ -331,7 +331,16 @@ impl Transfer<'_> {
                 .locate(block)
                 .expect("a block of this file")
                 .len as usize;
-            let mut buffer = self.context.buffers.take().await;
+            let limit = self.context.config.no_progress_timeout;
+            let taken = tokio::time::timeout(limit, self.context.buffers.take()).await;
+            let Ok(mut buffer) = taken else {
+                if let Some(earlier) = writing.take() {
+                    earlier.done().await?;
+                    *next = block;
+                }
+                trouble = Some(Trouble::transient(format!("no buffer became free for {limit:?}")));
+                break;
+            };
             let mut read = body.fill(&mut buffer.bytes, len).await;
             let ends = if whole {
                 block + 1 == self.file.blocks.end

@@ -44,9 +44,9 @@ async fn a_folder_is_read_once() {
     assert_eq!(node.bytes(), [big.clone(), small, odd].concat());
     assert_eq!(node.counters.load(), (node.artifact.blocks().total_bytes(), 0));
 
-    // Whole already: the sources are looked at, nothing is read again.
+    // Whole already: no source is needed.
     let again = node
-        .acquire(&[&sources[0], "", &sources[2], by_url.as_str()], &[&root])
+        .acquire(&["/gone/1", "", "/gone/2", "/gone/3"], &[])
         .await
         .unwrap();
     assert_eq!(again, seal);
@@ -187,18 +187,155 @@ async fn a_wrong_checksum_discards_the_file() {
     );
     assert_eq!(node.held(), [0; 0]);
 
-    // A part from an earlier attempt may be the culprit: worth another attempt, which then reads it all.
+    // A part from an earlier attempt may be the culprit: then all of it is read anew, at once.
     let path = source(&root, "f", &declared);
     node.write(1, &actual[BLOCK..2 * BLOCK]);
+    node.acquire(&[&path], &[&root]).await.unwrap();
+    assert_eq!(node.bytes(), declared);
+
+    // Even if no block is missing. But only once: then it is the source's fault.
+    node.artifact.forget(&[0, 1, 2]).unwrap();
+    for block in 0..3 {
+        node.write(block, &actual[block as usize * BLOCK..][..BLOCK]);
+    }
+    let path = source(&root, "f", &actual);
     failed(
         node.acquire(&[&path], &[&root]).await,
         "checksum_mismatch",
-        true,
-        &["earlier attempt"],
+        false,
+        &["Correct the checksum"],
     );
     assert_eq!(node.held(), [0; 0]);
+}
+
+#[tokio::test]
+async fn what_peers_announced_is_not_the_source() {
+    let (_dir, root) = folder();
+    let (data, lie) = (noise(4 * BLOCK, 1), noise(4 * BLOCK, 2));
+    let part = |of: &[u8], block: u32| of[block as usize * BLOCK..][..BLOCK].to_vec();
+    let path = source(&root, "f", &data);
+    let opaque = || manifest_file("f", data.len(), Checksum::Opaque("dummy".into()));
+    let sha = || manifest_file("f", data.len(), Checksum::Sha256(Digest::sha256(&data)));
+    // Without a checksum only the own block counts; with one all are tried: first one is read, then all.
+    for (file, blocks_read) in [(opaque(), 3), (sha(), 1 + 4)] {
+        let mut node = Node::new(vec![file]);
+        node.write(0, &part(&data, 0));
+        node.write_from_peer(1, &part(&data, 1));
+        node.write_from_peer(3, &part(&lie, 3));
+        assert_eq!(node.artifact.unproven(0..4), [1, 3]);
+        // Which is which is known after a restart, too.
+        node.restart();
+        assert_eq!(node.held(), [0, 1, 3]);
+        assert_eq!(node.artifact.unproven(0..4), [1, 3]);
+        node.acquire(&[&path], &[&root]).await.unwrap();
+        assert_eq!(node.bytes(), data);
+        assert_eq!(node.counters.load().0, blocks_read * BLOCK as u64);
+    }
+    // Right ones, with a checksum, are worth keeping.
+    let node = Node::new(vec![sha()]);
+    node.write_from_peer(1, &part(&data, 1));
     node.acquire(&[&path], &[&root]).await.unwrap();
-    assert_eq!(node.bytes(), declared);
+    assert_eq!(node.counters.load().0, 3 * BLOCK as u64);
+}
+
+#[tokio::test]
+async fn a_copy_that_reproduces_the_seal_needs_no_source() {
+    let (_dir, root) = folder();
+    let data = noise(2 * BLOCK, 1);
+    let path = source(&root, "f", &data);
+    let opaque = || vec![manifest_file("f", data.len(), Checksum::Opaque(String::new()))];
+    let seal = Node::new(opaque()).acquire(&[&path], &[&root]).await.unwrap();
+    fs::remove_file(&path).unwrap();
+    let mut node = Node::new(opaque());
+    for block in 0..2 {
+        node.write_from_peer(block, &data[block as usize * BLOCK..][..BLOCK]);
+    }
+    node.restart();
+    let expecting = |node: &Node, root: Digest| AcquireTask {
+        expected_seal: Some(Seal { root, ..seal }),
+        ..node.task(&[&path], &[])
+    };
+    let run = |task| acquire_with(task, quick(), CancellationToken::new());
+    assert_eq!(run(expecting(&node, seal.root)).await, Ok(seal));
+    failed(
+        run(expecting(&node, Digest::sha256(b"other"))).await,
+        "source_not_allowed",
+        false,
+        &[],
+    );
+}
+
+#[tokio::test]
+async fn only_files_that_miss_blocks_need_their_source() {
+    let (_dir, root) = folder();
+    let data = noise(2 * BLOCK, 1);
+    let path = source(&root, "b", &data);
+    let sha = Checksum::Sha256(Digest::sha256(&data));
+    let mut node = Node::new(vec![
+        manifest_file("a", data.len(), sha.clone()),
+        manifest_file("b", data.len(), sha),
+    ]);
+    for block in [0, 1, 3] {
+        node.write(block, &data[(block as usize % 2) * BLOCK..][..BLOCK]);
+    }
+    node.restart();
+    for gone in ["/gone/a", "http://127.0.0.1:1/a"] {
+        node.acquire(&[gone, &path], &[&root]).await.unwrap();
+    }
+    assert_eq!(node.counters.load().0, BLOCK as u64);
+}
+
+#[tokio::test]
+async fn an_empty_file_has_the_checksum_of_an_empty_file() {
+    let good = Node::new(vec![manifest_file("e", 0, Checksum::Sha256(Digest::sha256(b"")))]);
+    good.acquire(&[""], &[]).await.unwrap();
+    let bad = Node::new(vec![manifest_file(
+        "e",
+        0,
+        Checksum::Sha256(Digest::sha256(b"x")),
+    )]);
+    failed(
+        bad.acquire(&[""], &[]).await,
+        "checksum_mismatch",
+        false,
+        &["'e'", "empty", &Digest::sha256(b"x").to_string()],
+    );
+}
+
+/// Another file fails, or the task is canceled, while a condemned file waits for its writes.
+#[tokio::test]
+async fn what_was_condemned_is_forgotten_whatever_comes_first() {
+    let data = noise(4 * BLOCK, 1);
+    let node = Node::with_file(&data);
+    for block in 0..3 {
+        node.write(block, &data[block as usize * BLOCK..][..BLOCK]);
+    }
+    let context = Arc::new(Context::new(
+        node.artifact.clone(),
+        AllowList::default(),
+        node.counters.clone(),
+        quick(),
+    ));
+    let file = Arc::new(SourceFile {
+        path: "f".into(),
+        size_bytes: data.len() as u64,
+        checksum: Checksum::Sha256(Digest::sha256(b"another")),
+        location: Location::Path("/gone".into()),
+        blocks: 0..3,
+        carried_over: false,
+        writes: TaskTracker::new(),
+    });
+    let under_way = file.writes.token();
+    let mut files = JoinSet::new();
+    let (task_context, task_file) = (context.clone(), file.clone());
+    files.spawn(async move { one_pass(&task_context, &task_file).await });
+    while !file.writes.is_closed() {
+        tokio::task::yield_now().await;
+    }
+    assert_eq!(node.held(), [0, 1, 2], "it waits for a write");
+    finish(&context, &mut files).await.unwrap();
+    assert_eq!(node.held(), [0; 0]);
+    drop(under_way);
 }
 
 #[tokio::test]
@@ -293,4 +430,45 @@ async fn canceling_keeps_what_was_verified() {
         (64 - held.len() as u64) * BLOCK as u64
     );
     assert_eq!(node.bytes(), data);
+}
+
+/// A share that hangs is simulated by what it leaves behind: buffers that do not come back.
+#[tokio::test]
+async fn reads_that_hang_stop_neither_others_nor_their_own_task_for_ever() {
+    let (_dir, root) = folder();
+    let data = noise(2 * BLOCK, 1);
+    let path = source(&root, "f", &data);
+    let node = Node::with_file(&data);
+    let context = Arc::new(Context::new(
+        node.artifact.clone(),
+        AllowList::parse(&[&root]).unwrap(),
+        node.counters.clone(),
+        SourceConfig {
+            no_progress_timeout: Duration::from_millis(50),
+            ..quick()
+        },
+    ));
+    let most = limits::LOCAL_BUFFER_BYTES_PER_TASK / BLOCK;
+    let mut stuck = Vec::new();
+    for _ in 0..most {
+        stuck.push(context.buffers.take_local().await);
+    }
+    let file = Arc::new(SourceFile {
+        path: "f".into(),
+        size_bytes: data.len() as u64,
+        checksum: Checksum::Opaque(String::new()),
+        location: Location::Path(path.clone().into()),
+        blocks: 0..2,
+        carried_over: false,
+        writes: TaskTracker::new(),
+    });
+    let failure = one_file(context.clone(), file).await.unwrap_err();
+    assert_eq!(
+        (failure.code.as_str(), failure.retryable),
+        ("source_unavailable", true)
+    );
+    // The web has its own share, and so has every other task.
+    drop(context.buffers.take().await);
+    node.acquire(&[&path], &[&root]).await.unwrap();
+    drop(stuck);
 }

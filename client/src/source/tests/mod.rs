@@ -49,8 +49,9 @@ fn manifest_file(path: &str, size: usize, checksum: Checksum) -> ManifestFile {
 
 /// A store with one artifact begun.
 struct Node {
-    _root: TempDir,
-    _store: Store,
+    root: TempDir,
+    /// `None` only within `restart`.
+    store: Option<Store>,
     artifact: Arc<Artifact>,
     counters: Arc<TransferCounters>,
 }
@@ -81,8 +82,8 @@ impl Node {
             })
             .unwrap();
         Self {
-            _root: root,
-            _store: store,
+            root,
+            store: Some(store),
             artifact,
             counters: Arc::default(),
         }
@@ -136,6 +137,33 @@ impl Node {
 
     fn write(&self, block: u32, bytes: &[u8]) {
         self.artifact.write_own_block(block, bytes).unwrap();
+    }
+
+    fn write_from_peer(&self, block: u32, bytes: &[u8]) {
+        let announced = Algorithm::Blake3.digest(bytes);
+        self.artifact.write_block(block, &announced, bytes).unwrap();
+    }
+
+    /// Everything is flushed, closed, opened and re-hashed.
+    fn restart(&mut self) {
+        let new = NewArtifact {
+            model: self.artifact.model().clone(),
+            generation: 1,
+            manifest: self.artifact.manifest().clone(),
+            block_size: BLOCK as u32,
+            algorithm: Algorithm::Blake3,
+        };
+        self.artifact.flush().unwrap();
+        // The folder's lock goes with its last handle.
+        let placeholder = Node::new(vec![manifest_file("x", 1, Checksum::Opaque(String::new()))]);
+        drop(std::mem::replace(
+            &mut self.artifact,
+            placeholder.artifact.clone(),
+        ));
+        drop(self.store.take());
+        let store = Store::open(StoreConfig::new(self.root.path())).unwrap();
+        self.artifact = store.begin(new).unwrap();
+        self.store = Some(store);
     }
 }
 
