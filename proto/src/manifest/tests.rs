@@ -476,6 +476,18 @@ fn empty_files_have_no_chunks() {
         (0, 0)
     );
     assert_eq!(BlockMap::new(&job.manifest, 256 << 10).of_file(1).len(), 0);
+    for (text, good) in [("", true), ("x", false)] {
+        let mut body = body.clone();
+        body["manifest"]["files"][1]["checksum"] =
+            json!(format!("sha256:{}", Digest::sha256(text.as_bytes())));
+        let faults = run(body).err().unwrap_or_default();
+        let named: Vec<_> = faults
+            .iter()
+            .map(|f| (f.pointer.as_str(), f.code.as_str()))
+            .collect();
+        let want = [("/manifest/files/1/checksum", "checksum_mismatch_empty")];
+        assert_eq!(named, if good { &[][..] } else { &want[..] }, "{text:?}");
+    }
     body["manifest"]["files"][1]["chunk_layout"] =
         json!({"chunk_size_bytes": 1, "chunk_count": 1, "object_prefix": "p"});
     assert_eq!(run(body).unwrap_err()[0].code, "chunk_count_mismatch");
