@@ -57,9 +57,14 @@ pub struct Artifact {
     pub(crate) journal: Mutex<Option<Journal>>,
     /// What is true now. Short sections, never across I/O.
     pub(crate) state: Mutex<State>,
+    /// Held while the root over all digests is computed, which takes a copy of the list (up to 32 MiB): many
+    /// callers at once wait for one. Taken before `state`, after `journal`.
+    sealing: Mutex<()>,
     /// With `state`: a writer or the rescan is done with a block, or the rescan with all.
     pub(crate) idle: Condvar,
     progress: watch::Sender<u64>,
+    #[cfg(test)]
+    pub(crate) roots_computed: AtomicU64,
 }
 
 /// Which life a copy is in.
@@ -162,6 +167,7 @@ impl Artifact {
                 let (digest, own) = (*digest, false);
                 artifact.mark(&mut state, block as u32, Recorded { digest, own });
             }
+            Self::shrink(&mut state);
         }
         artifact
     }
@@ -210,8 +216,11 @@ impl Artifact {
             first_object,
             journal: Mutex::new(journal),
             state: Mutex::new(state),
+            sealing: Mutex::default(),
             idle: Condvar::new(),
             progress: watch::Sender::new(0),
+            #[cfg(test)]
+            roots_computed: AtomicU64::new(0),
         }
     }
 
@@ -503,6 +512,15 @@ impl Artifact {
         }
     }
 
+    /// A published copy takes no more blocks: what only writing needs goes. (`added` stays: those who follow it
+    /// may not have seen its end yet.)
+    pub(crate) fn shrink(state: &mut State) {
+        state.busy = HashSet::new();
+        state.pending = Vec::new();
+        state.added.shrink_to_fit();
+        state.recorded = None;
+    }
+
     /// The objects that overlap a block, as indices into `State::missing`.
     fn objects_of(&self, range: BlockRange) -> std::ops::Range<usize> {
         let chunk = self.manifest.files[range.file].chunk_size_bytes;
@@ -567,16 +585,22 @@ impl Artifact {
 
     /// The root over the node's own digest list, once every block is verified.
     pub fn seal_if_whole(&self) -> Option<Seal> {
+        {
+            let state = self.state.lock();
+            if !self.is_whole(&state) || state.seal.is_some() {
+                return state.seal.filter(|_| self.is_whole(&state));
+            }
+        }
+        let _sealing = self.sealing.lock();
         let digests = {
             let state = self.state.lock();
-            if !self.is_whole(&state) {
-                return None;
-            }
-            if state.seal.is_some() {
-                return state.seal;
+            if !self.is_whole(&state) || state.seal.is_some() {
+                return state.seal.filter(|_| self.is_whole(&state));
             }
             state.digests.clone()
         };
+        #[cfg(test)]
+        self.roots_computed.fetch_add(1, Ordering::Relaxed);
         let block_size_bytes = self.blocks.block_size();
         let own = root(self.algorithm, block_size_bytes, &self.manifest_digest, &digests);
         let seal = Seal {

@@ -65,6 +65,14 @@ pub enum StoreError {
         /// The data folder.
         path: PathBuf,
     },
+    /// A published copy could not be looked at, which says nothing about it: it is neither offered nor moved.
+    #[error("cannot examine the published copy at {}: {source}; it is left as it is: check open file limits, permissions and the disk", path.display())]
+    Unexamined {
+        /// The file or folder.
+        path: PathBuf,
+        /// As the system said it.
+        source: io::Error,
+    },
     /// Something else is where the model would go.
     #[error("{} exists already and is not a staged copy of this manifest: move it away (or name another revision); it is never overwritten", path.display())]
     FinalFolderExists {
@@ -95,6 +103,7 @@ impl StoreError {
         match self {
             Self::Locked { .. } => "store_locked",
             Self::Io { source, .. } => io_code(source),
+            Self::Unexamined { .. } => "disk_error",
             Self::Damaged { .. } => "store_damaged",
             Self::DiskFull { .. } => "disk_full",
             Self::FinalFolderExists { .. } => "final_folder_exists",
@@ -105,7 +114,8 @@ impl StoreError {
 
     /// Whether another attempt on this node may succeed without anyone doing anything.
     pub fn retryable(&self) -> bool {
-        matches!(self, Self::Closed { .. }) || matches!(self, Self::Io { .. }) && self.code() == "disk_error"
+        matches!(self, Self::Closed { .. } | Self::Unexamined { .. })
+            || matches!(self, Self::Io { .. }) && self.code() == "disk_error"
     }
 }
 

@@ -6,6 +6,7 @@ use super::{
     types::Fence,
 };
 use mooncake_proto::{codec, ids::ModelRef};
+use parking_lot::Mutex;
 use serde::{Deserialize, Serialize};
 use std::{collections::BTreeMap, path::PathBuf};
 
@@ -34,6 +35,14 @@ struct Content {
 #[derive(Debug)]
 pub(crate) struct Fences {
     path: PathBuf,
+    /// Held across the write of the file: fences become durable one after the other. Taken before `known`.
+    writing: Mutex<()>,
+    /// What is durable. Short sections, never across I/O: it is read for every report.
+    known: Mutex<Known>,
+}
+
+#[derive(Debug)]
+struct Known {
     highest: Fence,
     clock: u64,
     entries: BTreeMap<ModelRef, (Fence, u64)>,
@@ -55,68 +64,80 @@ impl Fences {
             .collect();
         Ok(Self {
             path,
-            highest: content.highest,
-            clock: content.clock,
-            entries,
+            writing: Mutex::default(),
+            known: Mutex::new(Known {
+                highest: content.highest,
+                clock: content.clock,
+                entries,
+            }),
         })
     }
 
     pub(crate) fn highest(&self) -> Fence {
-        self.highest
+        self.known.lock().highest
     }
 
     pub(crate) fn of(&self, model: &ModelRef) -> Fence {
-        self.entries
-            .get(model)
-            .map(|(fence, _)| *fence)
-            .unwrap_or_default()
+        self.known.lock().of(model).unwrap_or_default()
     }
 
-    /// See [`Store::obey`](super::Store::obey).
-    pub(crate) fn obey(&mut self, model: &ModelRef, fence: Fence) -> Result<(), FenceError> {
-        let known = self.entries.get(model).copied();
-        match known {
-            Some((highest, _)) if fence < highest => {
-                return Err(FenceError::Stale {
-                    model: Box::new(model.clone()),
-                    given: fence,
-                    highest,
-                });
+    /// See [`Store::obey`](super::Store::obey). What could not be written is not obeyed: the order may be sent
+    /// again and is then written again.
+    pub(crate) fn obey(&self, model: &ModelRef, fence: Fence) -> Result<(), FenceError> {
+        let _writing = self.writing.lock();
+        let (content, forgotten) = {
+            let known = self.known.lock();
+            match known.of(model) {
+                Some(highest) if fence < highest => {
+                    return Err(FenceError::Stale {
+                        model: Box::new(model.clone()),
+                        given: fence,
+                        highest,
+                    });
+                }
+                Some(highest) if fence == highest => return Ok(()),
+                _ => {}
             }
-            Some((highest, _)) if fence == highest => return Ok(()),
-            _ => {}
-        }
-        let highest_before = self.highest;
-        self.clock += 1;
-        self.entries.insert(model.clone(), (fence, self.clock));
-        self.highest = self.highest.max(fence);
-        if self.entries.len() > MAX_FENCES
-            && let Some(oldest) = self
-                .entries
-                .iter()
-                .min_by_key(|(_, (_, at))| *at)
-                .map(|(m, _)| m.clone())
-        {
-            self.entries.remove(&oldest);
-        }
-        let content = Content {
-            highest: self.highest,
-            clock: self.clock,
-            entries: self
-                .entries
-                .iter()
-                .map(|(m, (f, at))| (m.clone(), *f, *at))
-                .collect(),
+            known.with(model, fence)
         };
-        durable::write(&self.path, KIND, &codec::encode(ENCODING, &content)).map_err(|e| {
-            // Not durable, so not obeyed: the order may be sent again and is then written again.
-            self.highest = highest_before;
-            match known {
-                Some(before) => self.entries.insert(model.clone(), before),
-                None => self.entries.remove(model),
-            };
-            FenceError::Store(e)
-        })
+        durable::write(&self.path, KIND, &codec::encode(ENCODING, &content)).map_err(FenceError::Store)?;
+        let mut known = self.known.lock();
+        known.highest = content.highest;
+        known.clock = content.clock;
+        known.entries.insert(model.clone(), (fence, content.clock));
+        if let Some(oldest) = forgotten {
+            known.entries.remove(&oldest);
+        }
+        Ok(())
+    }
+}
+
+impl Known {
+    fn of(&self, model: &ModelRef) -> Option<Fence> {
+        self.entries.get(model).map(|(fence, _)| *fence)
+    }
+
+    /// The file's next content, and who is no longer in it.
+    fn with(&self, model: &ModelRef, fence: Fence) -> (Content, Option<ModelRef>) {
+        let clock = self.clock + 1;
+        let others = || self.entries.iter().filter(|(m, _)| *m != model);
+        let forgotten = if others().count() >= MAX_FENCES {
+            others().min_by_key(|(_, (_, at))| *at).map(|(m, _)| m.clone())
+        } else {
+            None
+        };
+        let entries = others()
+            .filter(|(m, _)| Some(*m) != forgotten.as_ref())
+            .map(|(m, (f, at))| (m.clone(), *f, *at))
+            .chain([(model.clone(), fence, clock)])
+            .collect();
+        let highest = self.highest.max(fence);
+        let content = Content {
+            highest,
+            clock,
+            entries,
+        };
+        (content, forgotten)
     }
 }
 
@@ -144,12 +165,12 @@ mod tests {
     fn only_upwards_per_artifact_and_across_restarts() {
         let dir = tempfile::tempdir().unwrap();
         let path = dir.path().join("fences");
-        let mut fences = Fences::open(path.clone()).unwrap();
+        let fences = Fences::open(path.clone()).unwrap();
         assert_eq!(fences.highest(), Fence::default());
         fences.obey(&model(1), fence(0, 5)).unwrap();
         fences.obey(&model(1), fence(0, 5)).unwrap();
         fences.obey(&model(2), fence(0, 1)).unwrap();
-        let mut fences = Fences::open(path.clone()).unwrap();
+        let fences = Fences::open(path.clone()).unwrap();
         assert!(matches!(
             fences.obey(&model(1), fence(0, 4)),
             Err(FenceError::Stale { .. })
@@ -166,9 +187,37 @@ mod tests {
     }
 
     #[test]
+    fn reading_does_not_wait_for_the_disk() {
+        let dir = tempfile::tempdir().unwrap();
+        let fences = Fences::open(dir.path().join("fences")).unwrap();
+        fences.obey(&model(1), fence(0, 5)).unwrap();
+        // As held while an order's fence is written.
+        let _writing = fences.writing.lock();
+        assert_eq!(
+            (fences.highest(), fences.of(&model(1))),
+            (fence(0, 5), fence(0, 5))
+        );
+    }
+
+    #[test]
+    fn the_longest_untouched_is_forgotten() {
+        let entries = (0..MAX_FENCES as u32).map(|n| (model(n), (fence(0, 1), u64::from(n) + 1)));
+        let mut known = Known {
+            highest: fence(0, 1),
+            clock: MAX_FENCES as u64,
+            entries: entries.collect(),
+        };
+        let (content, forgotten) = known.with(&model(MAX_FENCES as u32), fence(0, 2));
+        assert_eq!((content.entries.len(), forgotten), (MAX_FENCES, Some(model(0))));
+        known.entries.remove(&model(0));
+        let (content, forgotten) = known.with(&model(7), fence(0, 2));
+        assert_eq!((content.entries.len(), forgotten), (MAX_FENCES - 1, None));
+    }
+
+    #[test]
     fn what_is_not_durable_is_not_obeyed() {
         let dir = tempfile::tempdir().unwrap();
-        let mut fences = Fences::open(dir.path().join("gone/fences")).unwrap();
+        let fences = Fences::open(dir.path().join("gone/fences")).unwrap();
         assert!(matches!(
             fences.obey(&model(1), fence(0, 1)),
             Err(FenceError::Store(_))

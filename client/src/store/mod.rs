@@ -72,7 +72,7 @@ use parking_lot::Mutex;
 use plumbing::Plumbing;
 use records::{StagedRecord, StagingRecord};
 use std::{
-    collections::BTreeMap,
+    collections::{BTreeMap, BTreeSet},
     fs::{self, File},
     io,
     path::Path,
@@ -99,8 +99,7 @@ pub struct Store {
 struct Inner {
     plumbing: Arc<Plumbing>,
     store_id: String,
-    /// Held across the write of the file: fences become durable one after the other.
-    fences: Mutex<Fences>,
+    fences: Fences,
     /// What there is. Short sections, never across I/O.
     artifacts: Mutex<BTreeMap<ModelRef, Arc<Artifact>>>,
     /// Held by whatever creates or removes folders of models (space check and allocation included, so that
@@ -149,7 +148,7 @@ impl Store {
             inner: Arc::new(Inner {
                 plumbing,
                 store_id,
-                fences: Mutex::new(fences),
+                fences,
                 artifacts: Mutex::new(artifacts),
                 folders: Mutex::new(()),
                 threads,
@@ -179,12 +178,12 @@ impl Store {
 
     /// The highest fence ever obeyed, over all artifacts.
     pub fn highest_fence(&self) -> Fence {
-        self.inner.fences.lock().highest()
+        self.inner.fences.highest()
     }
 
     /// Takes an order's fence: durable when it returns; the same again is fine, a lower one is refused.
     pub fn obey(&self, model: &ModelRef, fence: Fence) -> Result<(), FenceError> {
-        self.inner.fences.lock().obey(model, fence)
+        self.inner.fences.obey(model, fence)
     }
 
     /// Everything held here.
@@ -211,7 +210,7 @@ impl Store {
             verified_bytes: artifact.verified_bytes(),
             verified_blocks: artifact.have_count(),
             seal: artifact.seal_if_whole(),
-            fence: self.inner.fences.lock().of(artifact.model()),
+            fence: self.inner.fences.of(artifact.model()),
         }
     }
 
@@ -255,6 +254,10 @@ impl Store {
     fn begin_in_folders(&self, new: &NewArtifact) -> Result<Arc<Artifact>, StoreError> {
         let manifest_digest = new.manifest.digest();
         let existing = self.inner.artifacts.lock().get(&new.model).cloned();
+        let existing = match existing {
+            None => self.look_again(&new.model)?,
+            existing => existing,
+        };
         if let Some(artifact) = existing {
             let same_manifest = artifact.manifest_digest == manifest_digest;
             let same = same_manifest
@@ -271,9 +274,11 @@ impl Store {
                             path: artifact.final_path.clone(),
                         });
                     }
-                    Err(why) => self.lose(&artifact, &why)?,
+                    Err(recover::Fault::Wrong(why)) => self.lose(&artifact, &why)?,
+                    Err(recover::Fault::Unknown(e)) => return Err(e),
                 }
             } else if same && artifact.closed().is_none() {
+                self.check_final_path(&artifact)?;
                 self.renew(&artifact, new.generation)?;
                 self.prepare(&artifact)?;
                 return Ok(artifact);
@@ -311,6 +316,35 @@ impl Store {
             self.inner.plumbing.bump();
         }
         prepared.map(|()| artifact)
+    }
+
+    /// A published model that could not be examined when the store opened is there once it can be.
+    fn look_again(&self, model: &ModelRef) -> Result<Option<Arc<Artifact>>, StoreError> {
+        let plumbing = &self.inner.plumbing;
+        let record = plumbing.own.join(STAGED).join(naming::key(model));
+        let Some(artifact) = recover::staged(plumbing, &record)? else {
+            return Ok(None);
+        };
+        let artifact = Arc::new(artifact);
+        self.inner
+            .artifacts
+            .lock()
+            .insert(model.clone(), artifact.clone());
+        plumbing.bump();
+        Ok(Some(artifact))
+    }
+
+    /// Nothing of somebody else's may have come where staging would be published.
+    fn check_final_path(&self, artifact: &Artifact) -> Result<(), StoreError> {
+        // The journal's lock keeps publish away: what is there now and is not staged is not ours.
+        let _journal = artifact.journal.lock();
+        let staged = matches!(artifact.state(), ArtifactState::Staged { .. });
+        if !staged && fs::symlink_metadata(&artifact.final_path).is_ok() {
+            return Err(StoreError::FinalFolderExists {
+                path: artifact.final_path.clone(),
+            });
+        }
+        Ok(())
     }
 
     /// The staging folder with record and journal, new or as found.
@@ -452,10 +486,12 @@ impl Store {
             return Ok(false);
         };
         if matches!(artifact.state(), ArtifactState::Staged { .. })
-            && let Err(why) = recover::looks_intact(&artifact)
+            && let Err(fault) = recover::looks_intact(&artifact)
         {
-            self.lose(&artifact, &why)?;
-            return Ok(false);
+            return match fault {
+                recover::Fault::Wrong(why) => self.lose(&artifact, &why).map(|()| false),
+                recover::Fault::Unknown(e) => Err(e),
+            };
         }
         Ok(true)
     }
@@ -538,6 +574,16 @@ fn check_layout(manifest: &Manifest, block_size: u32) -> Result<(), String> {
         return Err(format!(
             "the block size {block_size} is not a power of two within {BLOCK_SIZE_RANGE:?}"
         ));
+    }
+    let mut paths = BTreeSet::new();
+    for file in &manifest.files {
+        if !paths.insert(file.path.as_str()) {
+            return Err(format!("the path {:?} is there twice", file.path));
+        }
+    }
+    let folders = tree::folders(manifest);
+    if let Some(both) = folders.iter().find(|f| paths.contains(*f)) {
+        return Err(format!("{both:?} is a file and a folder"));
     }
     let mut blocks = 0u64;
     for file in &manifest.files {

@@ -112,7 +112,11 @@ impl Artifact {
         // publish does it again.
         *journal = None;
         let synced = self.sync_parents();
-        self.state.lock().phase = Phase::Staged;
+        {
+            let mut state = self.state.lock();
+            state.phase = Phase::Staged;
+            Self::shrink(&mut state);
+        }
         self.plumbing.files.close(self.id); // they were opened for writing
         self.bump();
         self.plumbing.bump();

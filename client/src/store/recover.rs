@@ -20,7 +20,7 @@ use mooncake_proto::{
 };
 use rustix::fs::FlockOperation;
 use std::{
-    collections::BTreeMap,
+    collections::{BTreeMap, BTreeSet},
     fs::{self, File, OpenOptions},
     io::{self, Read, Write},
     os::unix::fs::{FileExt, MetadataExt},
@@ -74,7 +74,9 @@ pub(crate) fn open_folder(mut config: StoreConfig) -> Result<(Plumbing, String),
         sync_dir(parent)?;
     }
     for entry in list(&own.join(TRASH))? {
-        fs::remove_dir_all(&entry).map_err(io_error("remove", &entry))?;
+        if let Err(error) = remove(&entry) {
+            tracing::warn!(%error, "what is in the trash is removed at the next start");
+        }
     }
     Ok((Plumbing::new(config, own, lock), store_id))
 }
@@ -117,12 +119,17 @@ fn list(folder: &Path) -> Result<Vec<PathBuf>, StoreError> {
     Ok(entries)
 }
 
-/// Everything the folder has: published models first, then staging. One bad entry never hides the others.
+/// Everything the folder has: published models first, then staging. One bad entry never hides the others, nor
+/// does one that cannot be read now: it is neither offered nor moved, and the next order for its model looks
+/// at it again.
 pub(crate) fn artifacts(plumbing: &Arc<Plumbing>) -> Result<BTreeMap<ModelRef, Arc<Artifact>>, StoreError> {
     let mut found = BTreeMap::new();
+    let mut unknown = BTreeSet::new();
     for path in list(&plumbing.own.join(STAGED))? {
         if path.extension().is_some_and(|e| e == "partial") {
-            fs::remove_file(&path).map_err(io_error("remove", &path))?;
+            if let Err(e) = fs::remove_file(&path) {
+                tracing::warn!(path = %path.display(), error = %e, "a record that was not finished stays");
+            }
             continue;
         }
         match staged(plumbing, &path) {
@@ -132,22 +139,37 @@ pub(crate) fn artifacts(plumbing: &Arc<Plumbing>) -> Result<BTreeMap<ModelRef, A
             Ok(None) => {}
             Err(error @ StoreError::Damaged { .. }) => {
                 tracing::error!(%error, "a published model's record is set aside; the model is not offered");
-                move_to_quarantine(plumbing, &path, None)?;
+                if let Err(error) = move_to_quarantine(plumbing, &path, None) {
+                    tracing::error!(%error, "it stays where it is");
+                }
             }
-            Err(e) => return Err(e),
+            Err(error) => {
+                tracing::error!(record = %path.display(), %error, "a published model is not offered for now");
+                unknown.extend(path.file_name().map(ToOwned::to_owned));
+            }
         }
     }
     for path in list(&plumbing.own.join(STAGING))? {
-        match staging(plumbing, &path) {
+        if path.file_name().is_some_and(|name| unknown.contains(name)) {
+            continue; // perhaps left over from a publish
+        }
+        let discarded = match staging(plumbing, &path) {
             Ok(Some(artifact)) if !found.contains_key(&artifact.model) => {
                 found.insert(artifact.model.clone(), Arc::new(artifact));
+                Ok(())
             }
-            Ok(_) => discard(plumbing, &path)?,
+            Ok(_) => discard(plumbing, &path),
             Err(error @ StoreError::Damaged { .. }) => {
                 tracing::warn!(%error, "a staging folder is removed: its model is fetched again");
-                discard(plumbing, &path)?;
+                discard(plumbing, &path)
             }
-            Err(e) => return Err(e),
+            Err(error) => {
+                tracing::error!(path = %path.display(), %error, "what is there is left as it is for now");
+                Ok(())
+            }
+        };
+        if let Err(error) = discarded {
+            tracing::error!(path = %path.display(), %error, "it stays where it is");
         }
     }
     Ok(found)
@@ -198,7 +220,7 @@ fn staging(plumbing: &Arc<Plumbing>, path: &Path) -> Result<Option<Artifact>, St
 }
 
 /// The published model of a record; `None` where it is not (or not any more) published.
-fn staged(plumbing: &Arc<Plumbing>, path: &Path) -> Result<Option<Artifact>, StoreError> {
+pub(crate) fn staged(plumbing: &Arc<Plumbing>, path: &Path) -> Result<Option<Artifact>, StoreError> {
     let Some((mut record, manifest)) = StagedRecord::read(path)? else {
         return Ok(None);
     };
@@ -215,7 +237,10 @@ fn staged(plumbing: &Arc<Plumbing>, path: &Path) -> Result<Option<Artifact>, Sto
     let final_path = plumbing.config.root.join(naming::final_path(&record.model));
     let dir = match open_dir(&final_path) {
         Ok(dir) => dir,
-        Err(e) if matches!(e.kind(), io::ErrorKind::NotFound | io::ErrorKind::NotADirectory) => {
+        Err(e)
+            if matches!(e.kind(), io::ErrorKind::NotFound | io::ErrorKind::NotADirectory)
+                || is_elsewhere(&e) =>
+        {
             if staging.join(DATA).exists() {
                 tracing::info!(model = %record.model, "publishing was not finished; it goes on from staging");
             } else {
@@ -224,21 +249,22 @@ fn staged(plumbing: &Arc<Plumbing>, path: &Path) -> Result<Option<Artifact>, Sto
             fs::remove_file(path).map_err(io_error("remove", path))?;
             return Ok(None);
         }
-        Err(e) => return Err(io_error("open", &final_path)(e)),
+        Err(source) => return Err(unexamined(&final_path)(source)),
     };
-    let identity = FolderIdentity::of(&dir.metadata().map_err(io_error("examine", &final_path))?);
+    let identity = FolderIdentity::of(&dir.metadata().map_err(unexamined(&final_path))?);
     let ours = identity == record.folder;
-    match check_files(&dir, &manifest, &mut record, ours) {
+    match check_files(&dir, &final_path, &manifest, &mut record, ours) {
         Ok(false) => {}
         Ok(true) => {
             record.folder = identity;
             record.write(path)?;
         }
-        Err(why) if ours => {
+        Err(Fault::Unknown(e)) => return Err(e),
+        Err(Fault::Wrong(why)) if ours => {
             set_aside(plumbing, path, &final_path, &why)?;
             return Ok(None);
         }
-        Err(why) => {
+        Err(Fault::Wrong(why)) => {
             tracing::error!(
                 model = %record.model, path = %final_path.display(), why,
                 "another folder is where the model was published, and it is not the model: it is left alone"
@@ -272,19 +298,57 @@ fn open_dir(path: &Path) -> io::Result<File> {
     Ok(rustix::fs::open(path, flags, Mode::empty())?.into())
 }
 
+/// What a look at a published copy found.
+#[derive(Debug)]
+pub(crate) enum Fault {
+    /// It is gone, or another: it is to be set aside.
+    Wrong(String),
+    /// The look itself failed (no descriptors, no permission, no memory, the disk): nothing is known.
+    Unknown(StoreError),
+}
+
+impl Fault {
+    /// Only what the filesystem says about the path itself is held against the copy.
+    fn of(path: &Path, error: io::Error) -> Self {
+        let gone = matches!(
+            error.kind(),
+            io::ErrorKind::NotFound | io::ErrorKind::NotADirectory | io::ErrorKind::UnexpectedEof
+        );
+        if gone || is_elsewhere(&error) {
+            Self::Wrong(format!("{}: {error}", path.display()))
+        } else {
+            Self::Unknown(unexamined(path)(error))
+        }
+    }
+}
+
+/// A symbolic link, a path that leads out of the folder, or a socket, is where a file or folder of ours was.
+fn is_elsewhere(error: &io::Error) -> bool {
+    use rustix::io::Errno;
+    let errno = Errno::from_io_error(error);
+    errno.is_some_and(|e| matches!(e, Errno::LOOP | Errno::XDEV | Errno::NXIO))
+}
+
+fn unexamined(path: &Path) -> impl FnOnce(io::Error) -> StoreError {
+    let path = path.to_owned();
+    move |source| StoreError::Unexamined { path, source }
+}
+
 /// Every file there, with its size; those that do not look as they did when published are re-hashed.
 /// Gives whether the record now differs from what was read.
 fn check_files(
     dir: &File,
+    folder: &Path,
     manifest: &Manifest,
     record: &mut StagedRecord,
     ours: bool,
-) -> Result<bool, String> {
+) -> Result<bool, Fault> {
     let blocks = BlockMap::new(manifest, record.seal.block_size_bytes);
     let mut changed = !ours;
     for (index, entry) in manifest.files.iter().enumerate() {
+        let fault = |e| Fault::of(&folder.join(&entry.path), e);
         let open = tree::open(dir, &entry.path, false).and_then(|f| Ok((f.metadata()?, f)));
-        let (meta, file) = open.map_err(|e| format!("{}: {e}", entry.path))?;
+        let (meta, file) = open.map_err(fault)?;
         check_size(&entry.path, entry.size_bytes, &meta)?;
         let mtime_ns = mtime_ns(&meta);
         if ours && mtime_ns == record.files[index].mtime_ns {
@@ -295,13 +359,13 @@ fn check_files(
         for block in blocks.of_file(index) {
             let range = blocks.locate(block).expect("of this file");
             bytes.resize(range.len as usize, 0);
-            file.read_exact_at(&mut bytes, range.offset)
-                .map_err(|e| format!("{}: {e}", entry.path))?;
+            file.read_exact_at(&mut bytes, range.offset).map_err(fault)?;
             if record.seal.algorithm.digest(&bytes) != record.digests[block as usize] {
-                return Err(format!(
+                let why = format!(
                     "{}: the bytes from {} on are not as published",
                     entry.path, range.offset
-                ));
+                );
+                return Err(Fault::Wrong(why));
             }
         }
         record.files[index].mtime_ns = mtime_ns;
@@ -310,33 +374,29 @@ fn check_files(
     Ok(changed)
 }
 
-fn check_size(path: &str, size_bytes: u64, meta: &fs::Metadata) -> Result<(), String> {
+fn check_size(path: &str, size_bytes: u64, meta: &fs::Metadata) -> Result<(), Fault> {
     if !meta.is_file() || meta.len() != size_bytes {
-        return Err(format!("{path}: it is not a file of {size_bytes} bytes"));
+        let why = format!("{path}: it is not a file of {size_bytes} bytes");
+        return Err(Fault::Wrong(why));
     }
     Ok(())
 }
 
 /// The quick look at a published copy while the process runs: our folder, every file with its size.
-pub(crate) fn looks_intact(artifact: &Artifact) -> Result<(), String> {
-    let at = |e: io::Error| format!("{}: {e}", artifact.final_path.display());
+pub(crate) fn looks_intact(artifact: &Artifact) -> Result<(), Fault> {
+    let at = |e| Fault::of(&artifact.final_path, e);
     let there = open_dir(&artifact.final_path)
         .and_then(|d| d.metadata())
         .map_err(at)?;
     let ours = artifact.dir.metadata().map_err(at)?;
     if (there.dev(), there.ino()) != (ours.dev(), ours.ino()) {
-        return Err(format!(
-            "{}: another folder was put there",
-            artifact.final_path.display()
-        ));
+        let why = format!("{}: another folder was put there", artifact.final_path.display());
+        return Err(Fault::Wrong(why));
     }
     for entry in &artifact.manifest.files {
         let meta = tree::open(&artifact.dir, &entry.path, false).and_then(|f| f.metadata());
-        check_size(
-            &entry.path,
-            entry.size_bytes,
-            &meta.map_err(|e| format!("{}: {e}", entry.path))?,
-        )?;
+        let meta = meta.map_err(|e| Fault::of(&artifact.final_path.join(&entry.path), e))?;
+        check_size(&entry.path, entry.size_bytes, &meta)?;
     }
     Ok(())
 }
@@ -392,12 +452,17 @@ pub(crate) fn discard(plumbing: &Plumbing, path: &Path) -> Result<(), StoreError
         other => other.map_err(io_error("remove", path))?,
     }
     sync_dir(path.parent().expect("own files are in a folder"))?;
-    let removed = if to.is_dir() {
-        fs::remove_dir_all(&to)
+    remove(&to)
+}
+
+fn remove(path: &Path) -> Result<(), StoreError> {
+    let is_dir = fs::symlink_metadata(path).is_ok_and(|meta| meta.is_dir());
+    let removed = if is_dir {
+        fs::remove_dir_all(path)
     } else {
-        fs::remove_file(&to)
+        fs::remove_file(path)
     };
-    removed.map_err(io_error("remove", &to))
+    removed.map_err(io_error("remove", path))
 }
 
 fn unique(path: &Path) -> String {

@@ -77,7 +77,7 @@ impl Artifact {
     }
 
     /// Whether the block is held now.
-    fn rescan_block(&self, block: u32, recorded: Recorded) -> bool {
+    pub(crate) fn rescan_block(&self, block: u32, recorded: Recorded) -> bool {
         let Some(range) = self.blocks.locate(block) else {
             return false;
         };

@@ -3,11 +3,15 @@
 
 use super::crash::step;
 use mooncake_proto::manifest::Manifest;
-use rustix::fs::{FallocateFlags, Mode, OFlags};
+use rustix::{
+    fs::{FallocateFlags, Mode, OFlags, ResolveFlags},
+    io::Errno,
+};
 use std::{collections::BTreeSet, fs::File, io, os::unix::fs::MetadataExt};
 
 /// Folders: readable and enterable by all, writable by the owner, less the umask.
 const DIR_MODE: Mode = Mode::from_raw_mode(0o755);
+const DIR_FLAGS: OFlags = OFlags::RDONLY.union(OFlags::DIRECTORY);
 /// Files while they are written, less the umask; publishing takes the write bits away.
 const FILE_MODE: Mode = Mode::from_raw_mode(0o666);
 /// `st_blocks` counts in these.
@@ -27,32 +31,42 @@ pub(crate) fn folders(manifest: &Manifest) -> BTreeSet<&str> {
     all
 }
 
+/// Opens what is at `path` below `dir`: where the kernel can do that, nothing that somebody put in the way (a
+/// symbolic link in place of a folder) leads out of it; elsewhere only the last component is protected.
+fn open_below(dir: &File, path: &str, flags: OFlags, mode: Mode) -> Result<File, Errno> {
+    let flags = flags | OFlags::NOFOLLOW | OFlags::CLOEXEC;
+    let resolve = ResolveFlags::BENEATH | ResolveFlags::NO_SYMLINKS;
+    match rustix::fs::openat2(dir, path, flags, mode, resolve) {
+        // Old kernels, and containers whose filter does not know the call.
+        Err(Errno::NOSYS | Errno::PERM) => Ok(rustix::fs::openat(dir, path, flags, mode)?.into()),
+        other => Ok(other?.into()),
+    }
+}
+
 /// Opens one file for reading, or for reading and writing.
 pub(crate) fn open(dir: &File, path: &str, write: bool) -> io::Result<File> {
-    let flags = OFlags::NOFOLLOW | OFlags::CLOEXEC;
     if write {
-        return open_for_writing(dir, path, flags);
+        return open_for_writing(dir, path, OFlags::empty(), Mode::empty());
     }
-    Ok(rustix::fs::openat(
+    Ok(open_below(
         dir,
         path,
-        flags | OFlags::RDONLY | OFlags::NONBLOCK,
+        OFlags::RDONLY | OFlags::NONBLOCK,
         Mode::empty(),
-    )?
-    .into())
+    )?)
 }
 
 /// A publish that was cut short may have left files read-only in staging.
-fn open_for_writing(dir: &File, path: &str, flags: OFlags) -> io::Result<File> {
-    let open = || rustix::fs::openat(dir, path, flags | OFlags::RDWR, FILE_MODE);
+fn open_for_writing(dir: &File, path: &str, flags: OFlags, mode: Mode) -> io::Result<File> {
+    let open = || open_below(dir, path, flags | OFlags::RDWR, mode);
     match open() {
-        Err(rustix::io::Errno::ACCESS) => {
+        Err(Errno::ACCESS) => {
             let file = self::open(dir, path, false)?;
             let mode = file.metadata()?.mode() & 0o777 | 0o200;
             rustix::fs::fchmod(&file, Mode::from_raw_mode(mode))?;
-            Ok(open()?.into())
+            Ok(open()?)
         }
-        other => Ok(other?.into()),
+        other => Ok(other?),
     }
 }
 
@@ -73,8 +87,13 @@ pub(crate) fn allocated_bytes(dir: &File, manifest: &Manifest) -> u64 {
 /// that could not be allocated. What blocks were written is kept.
 pub(crate) fn create(dir: &File, manifest: &Manifest) -> Result<u64, TreeError> {
     for folder in folders(manifest) {
-        match rustix::fs::mkdirat(dir, folder, DIR_MODE) {
-            Ok(()) | Err(rustix::io::Errno::EXIST) => {}
+        let made = match folder.rsplit_once('/') {
+            None => rustix::fs::mkdirat(dir, folder, DIR_MODE),
+            Some((parent, name)) => open_below(dir, parent, DIR_FLAGS, Mode::empty())
+                .and_then(|parent| rustix::fs::mkdirat(parent, name, DIR_MODE)),
+        };
+        match made {
+            Ok(()) | Err(Errno::EXIST) => {}
             Err(e) => return Err(("create folder", folder.to_owned(), e.into())),
         }
     }
@@ -90,7 +109,7 @@ pub(crate) fn create(dir: &File, manifest: &Manifest) -> Result<u64, TreeError> 
 }
 
 fn allocate(dir: &File, path: &str, size: u64) -> io::Result<u64> {
-    let file = open_for_writing(dir, path, OFlags::CREATE | OFlags::NOFOLLOW | OFlags::CLOEXEC)?;
+    let file = open_for_writing(dir, path, OFlags::CREATE, FILE_MODE)?;
     let meta = file.metadata()?;
     if meta.len() != size {
         file.set_len(size)?;
@@ -104,7 +123,7 @@ fn allocate(dir: &File, path: &str, size: u64) -> io::Result<u64> {
     match rustix::fs::fallocate(&file, FallocateFlags::empty(), 0, size) {
         Ok(()) => Ok(0),
         // The filesystem cannot: the file is sparse and space is only reserved in our own books.
-        Err(rustix::io::Errno::OPNOTSUPP | rustix::io::Errno::NOSYS | rustix::io::Errno::INVAL) => Ok(size),
+        Err(Errno::OPNOTSUPP | Errno::NOSYS | Errno::INVAL) => Ok(size),
         Err(e) => Err(e.into()),
     }
 }
@@ -118,8 +137,7 @@ pub(crate) fn sync_folders(
 ) -> Result<(), TreeError> {
     for folder in folders(manifest).into_iter().rev() {
         before();
-        let flags = OFlags::RDONLY | OFlags::DIRECTORY | OFlags::NOFOLLOW | OFlags::CLOEXEC;
-        rustix::fs::openat(dir, folder, flags, Mode::empty())
+        open_below(dir, folder, DIR_FLAGS, Mode::empty())
             .and_then(rustix::fs::fsync)
             .map_err(|e| ("sync folder", folder.to_owned(), e.into()))?;
         after();
@@ -141,7 +159,7 @@ pub(crate) fn create_parents(
         at.push(part);
         step("publish::before_create_parent");
         match rustix::fs::mkdir(&at, DIR_MODE) {
-            Ok(()) | Err(rustix::io::Errno::EXIST) => {}
+            Ok(()) | Err(Errno::EXIST) => {}
             Err(e) => return Err((at, e.into())),
         }
         step("publish::after_create_parent");

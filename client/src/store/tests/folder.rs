@@ -1,6 +1,6 @@
 //! The folder itself: its lock, its space, and what is found in it at the next start.
 
-use super::*;
+use super::{super::journal::Recorded, *};
 
 #[test]
 fn one_process_per_folder() {
@@ -316,4 +316,159 @@ fn a_model_of_empty_files_is_a_model() {
     assert_eq!(artifact.state(), ArtifactState::Whole);
     let path = artifact.publish(&artifact.seal_if_whole().unwrap()).unwrap();
     assert_eq!(fs::metadata(path.join("b/c")).unwrap().len(), 0);
+}
+
+/// Runs `look` while this process has no descriptor left: the classic fault that says nothing about a copy.
+/// In a process of its own, because the limit is the process's.
+fn without_descriptors<T>(look: impl FnOnce() -> T) -> T {
+    use rustix::process::{Resource, Rlimit, getrlimit, setrlimit};
+    let before = getrlimit(Resource::Nofile);
+    let none = Rlimit {
+        current: Some(0),
+        ..before
+    };
+    setrlimit(Resource::Nofile, none).unwrap();
+    let result = look();
+    setrlimit(Resource::Nofile, before).unwrap();
+    result
+}
+
+#[test]
+fn a_copy_that_cannot_be_examined_is_left_alone() {
+    const CHILD: &str = "MOONCAKE_TEST_UNEXAMINED";
+    if std::env::var_os(CHILD).is_none() {
+        let me = std::env::current_exe().unwrap();
+        let name = "store::tests::folder::a_copy_that_cannot_be_examined_is_left_alone";
+        let child = std::process::Command::new(me)
+            .args(["--exact", name, "--test-threads=1"])
+            .env(CHILD, "1")
+            .output()
+            .unwrap();
+        assert!(
+            child.status.success(),
+            "{}",
+            String::from_utf8_lossy(&child.stdout)
+        );
+        return;
+    }
+    let dir = tempfile::tempdir().unwrap();
+    let store = open(dir.path());
+    let artifact = store.begin(new(&usual())).unwrap();
+    let path = artifact.publish(&fill(&artifact)).unwrap();
+    let staged = ArtifactState::Staged {
+        local_path: path.clone(),
+    };
+    let error = without_descriptors(|| store.recheck(artifact.model())).unwrap_err();
+    assert!(
+        matches!(error, StoreError::Unexamined { .. }) && error.retryable(),
+        "{error}"
+    );
+    let error = without_descriptors(|| store.begin(new(&usual()))).unwrap_err();
+    assert!(error.retryable(), "{error}");
+    assert_eq!(store.begin(new(&usual())).unwrap().state(), staged);
+
+    // The same at start: neither offered nor moved, and there again once it can be examined.
+    let plumbing = store.inner.plumbing.clone();
+    let record = artifact.staged_record();
+    let looked = without_descriptors(|| recover::staged(&plumbing, &record).map(|a| a.is_some()));
+    assert!(looked.is_err() && path.exists() && record.exists());
+    store.inner.artifacts.lock().clear();
+    assert_eq!(store.begin(new(&usual())).unwrap().state(), staged);
+    assert_eq!(store.holdings().len(), 1);
+    let quarantine = dir.path().join(".mooncake/quarantine");
+    assert_eq!(fs::read_dir(quarantine).unwrap().count(), 0);
+}
+
+#[test]
+fn stray_files_do_not_stop_the_store() {
+    let dir = tempfile::tempdir().unwrap();
+    let store = open(dir.path());
+    fill(&store.begin(new(&usual())).unwrap());
+    drop(store);
+    let own = dir.path().join(".mooncake");
+    for folder in ["staging", "trash", "staged", "quarantine"] {
+        fs::write(own.join(folder).join("notes.txt"), "mine").unwrap();
+    }
+    fs::create_dir(own.join("staged/folder")).unwrap();
+    fs::create_dir(own.join("staging/empty")).unwrap();
+    let store = open(dir.path());
+    assert_eq!(store.holdings().len(), 1);
+    assert_eq!(store.begin(new(&usual())).unwrap().have_count(), 5);
+    assert!(own.join("staging/notes.txt").exists(), "not ours to remove");
+    assert!(!own.join("trash/notes.txt").exists());
+}
+
+#[test]
+fn links_put_in_the_way_lead_nowhere() {
+    let dir = tempfile::tempdir().unwrap();
+    let elsewhere = tempfile::tempdir().unwrap();
+    let store = open(dir.path());
+    let artifact = store.begin(new(&usual())).unwrap();
+    let data = artifact.folder();
+    fs::remove_dir_all(data.join("sub")).unwrap();
+    std::os::unix::fs::symlink(elsewhere.path(), data.join("sub")).unwrap();
+    fs::create_dir(elsewhere.path().join("dir")).unwrap();
+    assert!(tree::create(&artifact.dir, &artifact.manifest).is_err());
+    assert!(tree::sync_folders(&artifact.dir, &artifact.manifest, || (), || ()).is_err());
+    assert!(artifact.write_own_block(3, &bytes(&artifact, 3, 0)).is_err());
+    assert_eq!(
+        fs::read_dir(elsewhere.path().join("dir")).unwrap().count(),
+        0,
+        "nothing was created outside"
+    );
+}
+
+#[test]
+fn resuming_looks_at_the_final_name_too() {
+    let dir = tempfile::tempdir().unwrap();
+    let store = open(dir.path());
+    store.begin(new(&usual())).unwrap();
+    let foreign = dir.path().join("local/org--m/r1/safetensors");
+    fs::create_dir_all(&foreign).unwrap();
+    let error = store.begin(new(&usual())).unwrap_err();
+    assert_eq!(error.code(), "final_folder_exists");
+    fs::remove_dir(&foreign).unwrap();
+    store.begin(new(&usual())).unwrap();
+}
+
+#[test]
+fn many_who_ask_for_the_root_compute_it_once() {
+    let dir = tempfile::tempdir().unwrap();
+    let store = open(dir.path());
+    let artifact = store.begin(new(&usual())).unwrap();
+    fill_quietly(&artifact);
+    let start = std::sync::Barrier::new(16);
+    std::thread::scope(|scope| {
+        for _ in 0..16 {
+            scope.spawn(|| {
+                start.wait();
+                artifact.seal_if_whole().unwrap()
+            });
+        }
+    });
+    assert_eq!(artifact.roots_computed.load(Ordering::Relaxed), 1);
+}
+
+/// Where space is only booked, what a rescan finds written is not booked any more.
+#[test]
+fn rescanned_blocks_are_not_booked_twice() {
+    let dir = tempfile::tempdir().unwrap();
+    let store = open(dir.path());
+    let artifact = store.begin(new(&usual())).unwrap();
+    fill_quietly(&artifact);
+    artifact.flush().unwrap();
+    drop((store, artifact));
+    let store = open(dir.path());
+    let artifact = store.find(&usual().model).unwrap();
+    artifact.rescan(&|| false); // the one in the background is done
+    artifact.forget(&[1]).unwrap();
+    let len = u64::from(BLOCK);
+    let data = bytes(&artifact, 1, 0);
+    let recorded = Recorded {
+        digest: Algorithm::Blake3.digest(&data),
+        own: true,
+    };
+    artifact.state.lock().unallocated_bytes = 3 * len;
+    assert!(artifact.rescan_block(1, recorded));
+    assert_eq!(artifact.unallocated_bytes(), 2 * len);
 }

@@ -327,6 +327,8 @@ fn nonsense_is_refused_before_anything_is_written() {
     for path in ["../x", "/x", "a//b", "", "a/./b", "a\0b"] {
         bad.push(new(&manifest("org/m", &[(path, 1)])));
     }
+    bad.push(new(&manifest("org/m", &[("a", 1), ("b", 1), ("a", 1)])));
+    bad.push(new(&manifest("org/m", &[("a/b/c", 1), ("a/b", 1)])));
     let mut zero = (*good).clone();
     zero.files[0].chunk_size_bytes = 0;
     bad.push(new(&Arc::new(zero)));
