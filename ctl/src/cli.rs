@@ -178,13 +178,13 @@ pub struct DistributeArgs {
     /// A folder, or a manifest (or whole create request) as JSON
     #[arg(value_name = "DIR|MANIFEST")]
     pub what: PathBuf,
-    /// The nodes that shall have it, separated by commas
-    #[arg(long, value_name = "NODE,…", value_delimiter = ',', value_parser = NodeId::parse, required_unless_present = "all")]
+    /// The nodes that shall have it, separated by commas; left out: those of the create request
+    #[arg(long, value_name = "NODE,…", value_delimiter = ',', value_parser = NodeId::parse)]
     pub to: Vec<NodeId>,
     /// Every node that is up
     #[arg(long, conflicts_with = "to")]
     pub all: bool,
-    /// The node that reads the sources; left out: the first target
+    /// The node that reads the sources; left out: that of the create request, else the first target
     #[arg(long, value_name = "NODE", value_parser = NodeId::parse)]
     pub seed: Option<NodeId>,
     /// Wait for the end, with live progress
@@ -389,7 +389,10 @@ mod tests {
         );
         assert_eq!(parse(&["nodes", "--endpoint", "a:1,b:2,c:3"]).unwrap(), 3);
         assert_eq!(parse(&["nodes", "--endpoint", ""]).unwrap(), 1, "the default");
-        assert!(parse(&["distribute", "x"]).is_err(), "who shall have it?");
+        assert!(
+            parse(&["distribute", "x"]).is_ok(),
+            "a create request names its own nodes; the command says so where there are none"
+        );
         assert!(parse(&["distribute", "x", "--to", "a:1", "--all"]).is_err());
         assert!(
             parse(&["distribute", "x", "--to", "a"]).is_err(),

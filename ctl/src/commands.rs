@@ -91,23 +91,31 @@ pub async fn run(cli: Cli) -> Result<(), Failure> {
 }
 
 async fn distribute(api: &Api, args: &DistributeArgs, format: Format) -> Result<(), Failure> {
-    // Before hours of hashing: is anybody there, and who?
-    let targets = if args.all {
-        nodes_up(api).await?
-    } else {
-        args.to.clone()
-    };
-    let seed = args.seed.clone().or_else(|| targets.first().cloned());
-    let mut request = if args.what.is_dir() {
-        CreateJobRequest {
-            manifest: Some(manifest::create(&args.what, &args.model)?),
-            ..CreateJobRequest::default()
-        }
+    let is_folder = args.what.is_dir();
+    let mut request = if is_folder {
+        CreateJobRequest::default()
     } else {
         let mut request = read_request(&args.what)?;
         rename(&mut request, args)?;
         request
     };
+    // Before hours of hashing: is anybody there, and who?
+    if args.all {
+        name_targets(&mut request, &nodes_up(api).await?);
+    } else if !args.to.is_empty() {
+        name_targets(&mut request, &args.to);
+    }
+    let first = request.target_nodes.as_ref().and_then(|t| t.first()).cloned();
+    if first.is_none() {
+        let message =
+            "name the nodes that shall have it: --to NODE,… or --all (only a create request names its own)";
+        return Err(Failure::Usage(message.into()));
+    }
+    let seed = args.seed.as_ref().map(NodeId::to_string);
+    request.seed_node_id = seed.or(request.seed_node_id.take()).or(first);
+    if is_folder {
+        request.manifest = Some(manifest::create(&args.what, &args.model)?);
+    }
     let job_id = args
         .job_id
         .clone()
@@ -115,10 +123,6 @@ async fn distribute(api: &Api, args: &DistributeArgs, format: Format) -> Result<
         .unwrap_or_else(JobId::generate);
     request.job_id = Some(job_id.to_string());
     request.model = request.manifest.as_ref().map(manifest::model_of);
-    request.seed_node_id = seed.map(|n| n.to_string());
-    request.target_nodes = Some(targets.iter().map(NodeId::to_string).collect());
-    // It counted the targets of another request.
-    request.replica_policy = None;
     if args.max_attempts.is_some() || args.deadline.is_some() {
         let policy = request.policy.get_or_insert_with(JobPolicy::default);
         policy.max_attempts = args.max_attempts.or(policy.max_attempts);
@@ -147,6 +151,13 @@ async fn distribute(api: &Api, args: &DistributeArgs, format: Format) -> Result<
         job.target_nodes.len()
     );
     watch::follow(api, &job.job_id, format).await
+}
+
+/// In place of those of the request, if it has any.
+fn name_targets(request: &mut CreateJobRequest, targets: &[NodeId]) {
+    request.target_nodes = Some(targets.iter().map(NodeId::to_string).collect());
+    // It counted the others.
+    request.replica_policy = None;
 }
 
 /// A manifest, or a whole create request.

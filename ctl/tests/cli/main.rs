@@ -279,6 +279,53 @@ async fn a_manifest_in_two_steps() {
 }
 
 #[tokio::test]
+async fn a_whole_request_is_sent_as_it_is() {
+    let fake = Fake::start(friendly).await;
+    let dir = folder();
+    let file = at(&dir, "request.json");
+    let whole = include_str!("../../../proto/tests/data/rfc_example.json");
+    std::fs::write(&file, whole).unwrap();
+    let whole: CreateJobRequest = serde_json::from_str(whole).unwrap();
+    let run = async |args: &[&str]| {
+        let args = [&["distribute", &file], args].concat();
+        exits(&ctl(&[&fake.url], &args).await, 0, &[]);
+        creates(&fake).pop().unwrap()
+    };
+    let digest = |request| {
+        validate(request, ValidateOptions::default())
+            .unwrap()
+            .request_digest()
+    };
+    let request = run(&[]).await;
+    assert_eq!(
+        (&request.seed_node_id, &request.target_nodes),
+        (&whole.seed_node_id, &whole.target_nodes)
+    );
+    assert_eq!(request.job_id, whole.job_id);
+    assert!(request.replica_policy.is_some());
+    assert_eq!(digest(request), digest(whole.clone()));
+    // What is given replaces that, and nothing else.
+    let request = run(&["--seed", "n9:1"]).await;
+    assert_eq!(request.seed_node_id.as_deref(), Some("n9:1"));
+    assert_eq!(request.target_nodes, whole.target_nodes);
+    assert!(request.replica_policy.is_some());
+    let request = run(&["--to", "n8:1"]).await;
+    assert_eq!(request.seed_node_id, whole.seed_node_id);
+    assert_eq!(request.target_nodes, Some(vec!["n8:1".to_owned()]));
+    assert!(request.replica_policy.is_none(), "it counted other targets");
+    let request = run(&["--all"]).await;
+    assert_eq!(request.target_nodes.map(|t| t.len()), Some(2));
+    // A manifest names no nodes.
+    let manifest = at(&dir, "manifest.json");
+    std::fs::write(&manifest, serde_json::to_string(&whole.manifest).unwrap()).unwrap();
+    exits(
+        &ctl(&[&fake.url], &["distribute", &manifest]).await,
+        2,
+        &["--to", "--all"],
+    );
+}
+
+#[tokio::test]
 async fn failover_makes_one_job() {
     // The first cannot serve, the second takes the request and never answers it in time, the third answers.
     let draining = Fake::start(|_| problem(ProblemCode::Draining, "stopping")).await;
