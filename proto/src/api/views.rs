@@ -80,7 +80,8 @@ pub struct JobSnapshot {
     pub warnings: Vec<Warning>,
     /// The RFC's tasks.
     pub tasks: Vec<TaskView>,
-    /// Counts up with every visible change of this job: pass it as `since` of a long poll.
+    /// Log index of the last recorded change of this job: pass it as `since` of a long poll. Live figures (byte
+    /// counts, rates, objects done, `running`) change without it.
     pub version: u64,
 }
 
@@ -101,7 +102,8 @@ pub struct PlacementView {
     pub last_error: Option<String>,
     /// False for a seed that is not a target.
     pub requested: bool,
-    /// Counts up with every authorised try.
+    /// The last try authorised for this placement; 0: none yet. Tries are counted per model version, over all its
+    /// nodes and jobs: the first one here need not be 1, and numbers may be left out.
     pub attempt: u64,
     /// When each state was reached (RFC 3339).
     pub transitions: BTreeMap<PlacementState, String>,
