@@ -5,7 +5,7 @@
 //! its end (within bounds) before the answer, so that a caller which sends first and reads later sees the
 //! answer and not a broken connection.
 
-use super::error::ApiError;
+use super::error::{ApiError, cut};
 use axum::{
     body::Body,
     http::{HeaderMap, header},
@@ -175,7 +175,10 @@ pub(super) fn check_content_type(headers: &HeaderMap) -> Result<(), ApiError> {
         return Ok(());
     }
     let detail = match value {
-        Some(value) => format!("the content type is '{value}'; send the body as application/json"),
+        Some(value) => format!(
+            "the content type is '{}'; send the body as application/json",
+            cut(value)
+        ),
         None => "the request has no content type; send the body as application/json".to_owned(),
     };
     Err(ApiError::new(ProblemCode::UnsupportedMediaType, detail))

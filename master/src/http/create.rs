@@ -1,12 +1,14 @@
 //! `POST /api/v1/model-distribution/jobs`.
 //!
-//! Order of checks: JSON → everything that depends on the request alone → the job id → the nodes → the log. So
-//! a repeat of an accepted request is answered from the job, whatever has become of the cluster since.
+//! Order of checks: JSON → everything that depends on the request alone → the job id → the site's policy and the
+//! nodes → the log. So a repeat of an accepted request is answered from the job, whatever has become of the cluster
+//! and of its settings since.
 
 use super::{
-    error::ApiError,
+    error::{ApiError, cut},
     forward::Prepared,
     jobs::{propose_error, snapshot_of},
+    work::at_most,
 };
 use crate::{consensus::ProposeError, context::MasterContext};
 use axum::{
@@ -52,6 +54,8 @@ struct Parsed {
     request_digest: Digest,
     manifest: Blob,
     sources: Blob,
+    /// What this site's policy has against it (`--require-checksums`): it holds for new jobs.
+    policy_faults: Vec<Fault>,
 }
 
 struct Blob {
@@ -131,28 +135,36 @@ async fn parse_somewhere(
     } else {
         &PARSE_SMALL
     };
-    let _room = room.acquire().await.expect("never closed");
-    tokio::task::spawn_blocking(move || parse(&bytes, options))
-        .await
-        .map_err(|e| {
-            ApiError::new(
-                ProblemCode::Internal,
-                format!("the parser of the request failed: {e}"),
-            )
-        })
+    at_most(room, "parser of the request", move || parse(&bytes, options)).await
 }
 
 fn parse(bytes: &[u8], options: ValidateOptions) -> Result<Parsed, ParseError> {
     let (request, unknown) = parse_json(bytes).map_err(ParseError::Json)?;
     let seed = request.seed_node_id.clone();
     let targets = request.target_nodes.clone().unwrap_or_default();
-    let mut valid = validate(request, options).map_err(|faults| {
+    let refused = |faults| {
         ParseError::Refused(Refused {
             faults,
             seed,
             targets,
         })
-    })?;
+    };
+    let mut policy_faults = Vec::new();
+    let mut valid = match validate(request, options) {
+        Ok(valid) => valid,
+        Err(faults) if options.require_checksums => {
+            // Read again rather than copied before: only what is refused pays for it.
+            let (request, _) = parse_json(bytes).map_err(ParseError::Json)?;
+            match validate(request, ValidateOptions::default()) {
+                Ok(valid) => {
+                    policy_faults = faults;
+                    valid
+                }
+                Err(_) => return Err(refused(faults)),
+            }
+        }
+        Err(faults) => return Err(refused(faults)),
+    };
     valid.warnings.extend(unknown);
     let request_digest = valid.request_digest();
     let manifest = Blob::new(valid.manifest.encode());
@@ -164,6 +176,7 @@ fn parse(bytes: &[u8], options: ValidateOptions) -> Result<Parsed, ParseError> {
         request_digest,
         manifest,
         sources,
+        policy_faults,
     })
 }
 
@@ -181,7 +194,7 @@ fn parse_json(bytes: &[u8]) -> Result<(CreateJobRequest, Vec<Warning>), ApiError
                 ignored_pointer(&path, &mut pointer);
                 unknown.push(Warning {
                     code: "unknown_member".into(),
-                    pointer: Some(pointer),
+                    pointer: Some(cut(&pointer).into_owned()),
                     detail: "this member is not known and was ignored".into(),
                 });
             } else {
@@ -203,16 +216,33 @@ fn parse_json(bytes: &[u8]) -> Result<(CreateJobRequest, Vec<Warning>), ApiError
 }
 
 fn invalid_json(error: &serde_json::Error, pointer: &str) -> ApiError {
+    let pointer = cut(pointer);
     let place = if pointer.is_empty() {
         String::new()
     } else {
         format!(" at {pointer}")
     };
-    // serde_json's words end with the line and the column.
-    ApiError::new(
+    // serde_json's words may repeat the caller's, and end with the line and the column.
+    let text = error.to_string();
+    let position = format!(" at line {} column {}", error.line(), error.column());
+    let words = cut(text.strip_suffix(&position).unwrap_or(&text));
+    let problem = ApiError::new(
         ProblemCode::InvalidJson,
-        format!("the body cannot be read{place}: {error}"),
-    )
+        format!("the body cannot be read{place}: {words}{position}"),
+    );
+    if error.classify() != serde_json::error::Category::Data {
+        return problem;
+    }
+    let code = if words.starts_with("duplicate field") {
+        "duplicate_member"
+    } else {
+        "wrong_type"
+    };
+    problem.with_errors(vec![Fault {
+        pointer: pointer.into_owned(),
+        code: code.into(),
+        detail: format!("{words}{position}"),
+    }])
 }
 
 fn push_token(pointer: &mut String, token: &str) {
@@ -314,7 +344,7 @@ async fn submit(ctx: &MasterContext, job: JobId, parsed: Parsed) -> Result<Respo
             }
             None => {}
         }
-        let mut faults = Vec::new();
+        let mut faults = parsed.policy_faults.clone();
         unknown_nodes(
             &state,
             Some(&parsed.valid.seed),
@@ -521,6 +551,38 @@ mod tests {
             let detail = json_error(body);
             assert!(detail.contains(words), "{detail}");
         }
+        // Syntax has no pointer of its own; a wrong type has, escaped, and what it repeats is bounded.
+        assert!(parse_json(b"{} x").unwrap_err().problem().errors.is_empty());
+        let long = "x".repeat(1 << 20);
+        for (body, pointer, code) in [
+            (
+                r#"{"manifest": {"files": [{"size_bytes": -1}]}}"#,
+                "/manifest/files/0/size_bytes",
+                "wrong_type",
+            ),
+            (
+                r#"{"manifest": {"files": [{"size_bytes": 1.5}]}}"#,
+                "/manifest/files/0/size_bytes",
+                "wrong_type",
+            ),
+            (
+                &format!(r#"{{"manifest": {{"files": [{{"size_bytes": "{long}"}}]}}}}"#),
+                "/manifest/files/0/size_bytes",
+                "wrong_type",
+            ),
+            (r#"{"manifest": {"files": 7}}"#, "/manifest/files", "wrong_type"),
+            (r#"[]"#, "", "wrong_type"),
+            (r#"{"job_id": "a", "job_id": "b"}"#, "/job_id", "duplicate_member"),
+        ] {
+            let error = parse_json(body.as_bytes()).unwrap_err();
+            let problem = error.problem();
+            let [fault] = &problem.errors[..] else {
+                panic!("{problem:?}")
+            };
+            assert_eq!((&*fault.pointer, &*fault.code), (pointer, code));
+            assert!(fault.detail.contains("line 1 column"), "{fault:?}");
+            assert!(problem.detail.len() + fault.detail.len() < 1000, "{problem:?}");
+        }
         // What is not known is skipped without recursion, however deep it is.
         let deep = [b"{\"x\":".as_slice(), &b"[".repeat(100_000)].concat();
         assert!(json_error(&deep).contains("EOF"));
@@ -547,6 +609,41 @@ mod tests {
         let (_, warnings) = parse_json(many.as_bytes()).unwrap();
         assert_eq!(warnings.len(), MAX_UNKNOWN_MEMBERS + 1);
         assert!(warnings.last().unwrap().detail.starts_with("30 more"));
+        // They are kept in the log and in every snapshot: their size is bounded too.
+        let long = format!("{{\"{}\": 1}}", "~".repeat(1 << 20));
+        let (_, warnings) = parse_json(long.as_bytes()).unwrap();
+        let pointer = warnings[0].pointer.as_deref().unwrap();
+        assert!(
+            pointer.chars().count() <= 201 && pointer.ends_with('…'),
+            "{}",
+            pointer.len()
+        );
+    }
+
+    #[test]
+    fn a_policy_is_no_part_of_what_a_request_means() {
+        let body = include_bytes!("../../../proto/tests/data/rfc_example.json");
+        let parsed = |require_checksums| match parse(body, ValidateOptions { require_checksums }) {
+            Ok(parsed) => parsed,
+            Err(_) => panic!("it has no fault of its own"),
+        };
+        let (lenient, strict) = (parsed(false), parsed(true));
+        assert!(lenient.policy_faults.is_empty());
+        assert_eq!(strict.policy_faults[0].code, "checksum_required");
+        assert_eq!(lenient.request_digest, strict.request_digest);
+        // With faults of its own, all of them come at once.
+        let body = String::from_utf8_lossy(body).replace("\"model.bin\"", "\"../model.bin\"");
+        let options = ValidateOptions {
+            require_checksums: true,
+        };
+        let Err(ParseError::Refused(refused)) = parse(body.as_bytes(), options) else {
+            panic!("it has a fault")
+        };
+        let codes: Vec<_> = refused.faults.iter().map(|f| &*f.code).collect();
+        assert!(
+            codes.contains(&"checksum_required") && codes.contains(&"path_escapes"),
+            "{codes:?}"
+        );
     }
 
     #[test]

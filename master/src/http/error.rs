@@ -1,5 +1,6 @@
 //! From a problem to a response.
 
+use super::ReadAt;
 use axum::{
     Json,
     http::{HeaderValue, StatusCode, header},
@@ -9,9 +10,21 @@ use mooncake_proto::{
     api::{PROBLEM_JSON, Problem, ProblemCode},
     manifest::Fault,
 };
+use std::borrow::Cow;
 
 /// What a caller is told to wait where waiting helps, in seconds: longer than any election.
 const RETRY_AFTER_S: &str = "1";
+
+/// Longest piece of a caller's text that an answer, a warning or the log repeats, in characters.
+const MAX_ECHO_CHARS: usize = 200;
+
+/// A caller's text for a message: what is over the limit is left out, and an ellipsis says so.
+pub(super) fn cut(text: &str) -> Cow<'_, str> {
+    match text.char_indices().nth(MAX_ECHO_CHARS) {
+        None => Cow::Borrowed(text),
+        Some((end, _)) => Cow::Owned(format!("{}…", &text[..end])),
+    }
+}
 
 /// Marks a response (as an extension) that another master may answer better: this one lost the leadership
 /// while it served the request.
@@ -26,6 +39,7 @@ pub(super) struct Elsewhere {
 pub(super) struct ApiError {
     problem: Box<Problem>,
     elsewhere: Option<Elsewhere>,
+    read_at: Option<ReadAt>,
 }
 
 impl ApiError {
@@ -33,6 +47,7 @@ impl ApiError {
         Self {
             problem: Box::new(Problem::new(code, detail)),
             elsewhere: None,
+            read_at: None,
         }
     }
 
@@ -45,11 +60,18 @@ impl ApiError {
             [one] => format!("{}: {}", one.pointer, one.detail),
             many => format!("{} faults, listed in `errors`", many.len()),
         };
-        let problem = Problem::new(ProblemCode::InvalidRequest, detail).with_errors(errors);
-        Self {
-            problem: Box::new(problem),
-            elsewhere: None,
-        }
+        Self::new(ProblemCode::InvalidRequest, detail).with_errors(errors)
+    }
+
+    pub fn with_errors(mut self, errors: Vec<Fault>) -> Self {
+        self.problem.errors = errors;
+        self
+    }
+
+    /// The state said so at this applied index.
+    pub fn at(mut self, index: u64) -> Self {
+        self.read_at = Some(ReadAt(index));
+        self
     }
 
     pub fn not_leader() -> Self {
@@ -102,6 +124,22 @@ impl IntoResponse for ApiError {
         if let Some(elsewhere) = self.elsewhere {
             response.extensions_mut().insert(elsewhere);
         }
+        if let Some(read_at) = self.read_at {
+            response.extensions_mut().insert(read_at);
+        }
         response
+    }
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+
+    #[test]
+    fn long_texts_are_cut_between_characters() {
+        assert_eq!(cut("short"), "short");
+        let just = "ü".repeat(MAX_ECHO_CHARS);
+        assert_eq!(cut(&just), just);
+        assert_eq!(cut(&format!("{just}x")), format!("{just}…"));
     }
 }

@@ -7,7 +7,8 @@
 //!   writes of this API, because a create always has its job id (made here, if the caller gave none, before
 //!   the request leaves) and a second cancel is the first one's answer.
 //! - While there is no leader a request is held for at most one election ([`crate::context::Options::hold`]).
-//!   Then: 503 `no_leader` if nothing can have happened, 504 `outcome_unknown` with the job id if it may have.
+//!   Then: 503 `no_leader` if nothing can have happened, 504 `outcome_unknown` with the job id if it may have. So
+//!   too if a write was lost and its repeat is answered that nothing was done: that is true of the repeat only.
 //!
 //! Not guaranteed: secrecy between the masters' HTTP ports, which have no authentication in this version.
 
@@ -161,6 +162,9 @@ async fn dispatch(
     let prepared = prepare(ctx, kind, &parts, body).await?;
     parts.extensions.insert(prepared.clone());
     let params = Params::parse(parts.uri.query())?;
+    if kind != Kind::Read {
+        params.none()?;
+    }
     let consistency = params.consistency()?;
     if let (Kind::Read, Consistency::Stale { min_index }) = (kind, consistency) {
         wait_applied(ctx, min_index).await?;
@@ -192,10 +196,13 @@ async fn dispatch(
             Decision::Serve => match ctx.consensus.read_index().await {
                 Ok(_) => {
                     sends += 1;
-                    let mut parts = parts.clone();
-                    parts.uri = uri;
-                    let response = next.clone().run(Request::from_parts(parts, Body::empty())).await;
+                    let mut again = parts.clone();
+                    again.uri = uri;
+                    let response = next.clone().run(Request::from_parts(again, Body::empty())).await;
                     match response.extensions().get::<Elsewhere>() {
+                        None if hides_outcome(kind, maybe_done, response.status()) => {
+                            return Err(given_up(kind, maybe_done, &last, &prepared, &parts));
+                        }
                         None => return Ok(response),
                         // Who passed it on decides.
                         Some(_) if forwarded => return Ok(response),
@@ -205,6 +212,9 @@ async fn dispatch(
                             hold_until = Instant::now() + ctx.options.hold;
                         }
                     }
+                }
+                Err(ReadError::Overloaded) if kind != Kind::Read && maybe_done => {
+                    return Err(given_up(kind, maybe_done, &last, &prepared, &parts));
                 }
                 Err(ReadError::Overloaded) => {
                     let detail = "too many reads wait for the quorum; repeat the request later";
@@ -223,6 +233,10 @@ async fn dispatch(
                     }
                 };
                 match sent {
+                    Sent::Answer(response) if hides_outcome(kind, maybe_done, response.status()) => {
+                        ctx.metrics.forward_failures.inc();
+                        return Err(given_up(kind, maybe_done, &last, &prepared, &parts));
+                    }
                     Sent::Answer(response) => {
                         ctx.metrics.forwarded.inc();
                         return Ok(response);
@@ -305,6 +319,16 @@ async fn leader_changed(watch: &mut tokio::sync::watch::Receiver<Leadership>, fr
     }
 }
 
+/// Whether this answer to a repeat says that nothing was done, which is true of the repeat only: an earlier send of
+/// the same write was lost and may have done it.
+fn hides_outcome(kind: Kind, maybe_done: bool, status: StatusCode) -> bool {
+    let nothing_done = matches!(
+        status,
+        StatusCode::TOO_MANY_REQUESTS | StatusCode::SERVICE_UNAVAILABLE
+    );
+    kind != Kind::Read && maybe_done && nothing_done
+}
+
 fn given_up(kind: Kind, maybe_done: bool, last: &str, prepared: &Prepared, parts: &Parts) -> ApiError {
     if kind == Kind::Read || !maybe_done {
         return ApiError::new(
@@ -313,12 +337,21 @@ fn given_up(kind: Kind, maybe_done: bool, last: &str, prepared: &Prepared, parts
         );
     }
     let job = match kind {
-        Kind::Create => super::create::peek_job_id(&prepared.body.bytes)
-            .unwrap_or_else(|| prepared.generated_job_id.to_string()),
+        Kind::Create => Some(
+            super::create::peek_job_id(&prepared.body.bytes)
+                .unwrap_or_else(|| prepared.generated_job_id.to_string()),
+        ),
         // `…/jobs/{job_id}/cancel`
-        _ => parts.uri.path().rsplit('/').nth(1).unwrap_or_default().to_owned(),
+        _ => {
+            let id = parts.uri.path().rsplit('/').nth(1).unwrap_or_default();
+            JobId::parse(id).ok().map(|id| id.to_string())
+        }
     };
-    ApiError::outcome_unknown(last).with_job(job)
+    let error = ApiError::outcome_unknown(last);
+    match job {
+        Some(job) => error.with_job(job),
+        None => error,
+    }
 }
 
 fn with_query(uri: &Uri, query: &str) -> Uri {
@@ -327,10 +360,12 @@ fn with_query(uri: &Uri, query: &str) -> Uri {
         .unwrap_or_else(|_| uri.clone())
 }
 
-/// Headers that belong to one connection (RFC 9110, 7.6.1), and what the client computes itself.
+/// Headers that belong to one connection whether `Connection` names them or not (RFC 9110, 7.6.1), and what the
+/// client computes itself.
 fn is_hop_by_hop(name: &HeaderName) -> bool {
-    const NAMES: [&str; 10] = [
+    const NAMES: [&str; 11] = [
         "connection",
+        "proxy-connection",
         "keep-alive",
         "proxy-authenticate",
         "proxy-authorization",
@@ -419,9 +454,17 @@ impl Forwarder {
     }
 }
 
+/// Everything but what belongs to the connection it came on.
 fn copy_headers(from: &HeaderMap, to: &mut HeaderMap) {
+    let named: Vec<HeaderName> = from
+        .get_all(header::CONNECTION)
+        .iter()
+        .filter_map(|value| value.to_str().ok())
+        .flat_map(|value| value.split(','))
+        .filter_map(|option| option.trim().parse().ok())
+        .collect();
     for (name, value) in from {
-        if !is_hop_by_hop(name) {
+        if !is_hop_by_hop(name) && !named.contains(name) {
             to.append(name.clone(), value.clone());
         }
     }
@@ -508,10 +551,32 @@ mod tests {
     }
 
     #[test]
+    fn an_answer_that_nothing_was_done_hides_nothing() {
+        for (kind, maybe_done, status, hides) in [
+            (Kind::Create, true, 429, true),
+            (Kind::Cancel, true, 503, true),
+            (Kind::Create, true, 201, false),
+            (Kind::Create, true, 409, false),
+            (Kind::Create, false, 429, false),
+            (Kind::Read, true, 429, false),
+        ] {
+            let status_code = StatusCode::from_u16(status).unwrap();
+            assert_eq!(
+                hides_outcome(kind, maybe_done, status_code),
+                hides,
+                "{kind:?} {maybe_done} {status}"
+            );
+        }
+    }
+
+    #[test]
     fn hop_by_hop_headers_stay() {
         let mut from = HeaderMap::new();
         from.insert(header::CONTENT_TYPE, HeaderValue::from_static("application/json"));
-        from.insert(header::CONNECTION, HeaderValue::from_static("close"));
+        from.insert(header::CONNECTION, HeaderValue::from_static("close, X-One"));
+        from.append(header::CONNECTION, HeaderValue::from_static("x-two"));
+        from.insert("x-one", HeaderValue::from_static("1"));
+        from.insert("x-two", HeaderValue::from_static("2"));
         from.insert(header::TRANSFER_ENCODING, HeaderValue::from_static("chunked"));
         from.insert(header::HOST, HeaderValue::from_static("a"));
         let mut to = HeaderMap::new();

@@ -1,18 +1,13 @@
 //! Reading, listing, waiting for and canceling jobs.
 
 use super::{
-    error::ApiError,
+    error::{ApiError, cut},
     json_at,
-    params::{Consistency, Params, job_token},
+    params::{Consistency, Params, Segment, job_token},
     read::with_live,
 };
 use crate::{consensus::ProposeError, context::MasterContext};
-use axum::{
-    Extension,
-    extract::{Path, State},
-    http::Uri,
-    response::Response,
-};
+use axum::{Extension, extract::State, http::Uri, response::Response};
 use mooncake_proto::{
     api::{JobList, JobStatus, ProblemCode},
     ids::JobId,
@@ -43,7 +38,7 @@ pub(super) async fn get_or_list(
 pub(super) async fn get(
     State(ctx): State<Arc<MasterContext>>,
     Extension(consistency): Extension<Consistency>,
-    Path(id): Path<String>,
+    Segment(id): Segment,
     uri: Uri,
 ) -> Result<Response, ApiError> {
     let params = Params::parse(uri.query())?;
@@ -57,7 +52,7 @@ async fn one(
     params: &Params,
     consistency: Consistency,
 ) -> Result<Response, ApiError> {
-    let id = JobId::parse(id).map_err(|why| ApiError::parameter(format!("job_id: {why}")))?;
+    let id = JobId::parse(id).map_err(|why| ApiError::parameter(format!("job_id: {}", cut(&why))))?;
     let wait = params.wait()?.unwrap_or_default();
     let since = params.since()?;
     let linearizable = consistency == Consistency::Linearizable;
@@ -115,10 +110,12 @@ pub(super) fn snapshot_of(ctx: &MasterContext, id: &JobId, live: bool) -> Result
     } else {
         Consistency::Stale { min_index: 0 }
     };
-    let snapshot = with_live(ctx, consistency, |state, live| {
-        Some(json_at(state.applied_index, &state.job_snapshot(id, live)?))
-    });
-    snapshot.ok_or_else(|| not_found(id))
+    with_live(ctx, consistency, |state, live| {
+        match state.job_snapshot(id, live) {
+            Some(snapshot) => Ok(json_at(state.applied_index, &snapshot)),
+            None => Err(not_found(id).at(state.applied_index)),
+        }
+    })
 }
 
 fn not_found(id: &JobId) -> ApiError {
@@ -162,11 +159,9 @@ fn list(ctx: &MasterContext, params: &Params, consistency: Consistency) -> Resul
 /// `POST /api/v1/model-distribution/jobs/{job_id}/cancel`.
 pub(super) async fn cancel(
     State(ctx): State<Arc<MasterContext>>,
-    Path(id): Path<String>,
-    uri: Uri,
+    Segment(id): Segment,
 ) -> Result<Response, ApiError> {
-    Params::parse(uri.query())?.only(&[])?;
-    let id = JobId::parse(&id).map_err(|why| ApiError::parameter(format!("job_id: {why}")))?;
+    let id = JobId::parse(&id).map_err(|why| ApiError::parameter(format!("job_id: {}", cut(&why))))?;
     let progress = {
         let facts = ctx.sessions.facts();
         let state = ctx.consensus.state();

@@ -1,7 +1,8 @@
 //! The HTTP API. Any master answers anything: see [`forward`].
 //!
 //! Guaranteed for every answer, errors included: the headers that name the master that served it, its term and
-//! the log index it had applied; errors are problem documents. A caller's mistake is never logged above debug.
+//! the log index it had applied; errors are problem documents, that of a panic too. A caller's mistake is never
+//! logged above debug, and what an answer repeats of the caller's text is bounded.
 //! Not guaranteed: authentication (this port has none in this version); that a live byte count never goes back.
 
 pub(crate) mod body;
@@ -15,6 +16,7 @@ mod params;
 mod probes;
 mod read;
 pub(crate) mod waiters;
+mod work;
 
 pub use listener::serve;
 
@@ -27,29 +29,35 @@ use axum::{
     response::{IntoResponse, Response},
     routing::{MethodRouter, get, post},
 };
-use error::ApiError;
+use error::{ApiError, cut};
 use forward::{Kind, to_leader};
+use futures_util::FutureExt;
 use mooncake_proto::api::{HEADER_APPLIED_INDEX, HEADER_SERVED_BY, HEADER_TERM, ProblemCode};
-use std::{sync::Arc, time::Instant};
+use std::{panic::AssertUnwindSafe, sync::Arc, time::Instant};
 
 /// The routes, ready to be served (or called directly, in tests).
 pub fn router(ctx: Arc<MasterContext>) -> Router {
+    let routes = routes(&ctx);
+    finish(ctx, routes)
+}
+
+fn routes(ctx: &Arc<MasterContext>) -> Router<Arc<MasterContext>> {
     let jobs =
-        led(&ctx, Kind::Read, get(jobs::get_or_list)).merge(led(&ctx, Kind::Create, post(create::create)));
+        led(ctx, Kind::Read, get(jobs::get_or_list)).merge(led(ctx, Kind::Create, post(create::create)));
     Router::new()
         .route("/api/v1/model-distribution/jobs", jobs)
         .route(
             "/api/v1/model-distribution/jobs/{job_id}",
-            led(&ctx, Kind::Read, get(jobs::get)),
+            led(ctx, Kind::Read, get(jobs::get)),
         )
         .route(
             "/api/v1/model-distribution/jobs/{job_id}/cancel",
-            led(&ctx, Kind::Cancel, post(jobs::cancel)),
+            led(ctx, Kind::Cancel, post(jobs::cancel)),
         )
-        .route("/api/v1/nodes", led(&ctx, Kind::Read, get(read::nodes)))
-        .route("/api/v1/nodes/{node_id}", led(&ctx, Kind::Read, get(read::node)))
-        .route("/api/v1/models", led(&ctx, Kind::Read, get(read::models)))
-        .route("/api/v1/objects", led(&ctx, Kind::Read, get(read::objects)))
+        .route("/api/v1/nodes", led(ctx, Kind::Read, get(read::nodes)))
+        .route("/api/v1/nodes/{node_id}", led(ctx, Kind::Read, get(read::node)))
+        .route("/api/v1/models", led(ctx, Kind::Read, get(read::models)))
+        .route("/api/v1/objects", led(ctx, Kind::Read, get(read::objects)))
         .route("/api/v1/cluster", get(read::cluster))
         .route("/livez", get(probes::livez))
         .route("/readyz", get(probes::readyz))
@@ -58,6 +66,11 @@ pub fn router(ctx: Arc<MasterContext>) -> Router {
         .route("/role", get(probes::role))
         .route("/leader", get(probes::leader))
         .route("/metrics", get(probes::metrics))
+}
+
+/// What every route has around it.
+fn finish(ctx: Arc<MasterContext>, routes: Router<Arc<MasterContext>>) -> Router {
+    routes
         .fallback(not_found)
         .method_not_allowed_fallback(method_not_allowed)
         // Bodies are bounded by `body`, with a better answer.
@@ -91,7 +104,7 @@ async fn not_found(request: Request) -> ApiError {
     body::refuse(&parts.headers, body).await;
     let detail = format!(
         "there is nothing at {}; the API begins at /api/v1/",
-        parts.uri.path()
+        cut(parts.uri.path())
     );
     ApiError::new(ProblemCode::NotFound, detail)
 }
@@ -101,8 +114,8 @@ async fn method_not_allowed(request: Request) -> ApiError {
     body::refuse(&parts.headers, body).await;
     let detail = format!(
         "{} is not allowed on {}; the Allow header names what is",
-        parts.method,
-        parts.uri.path()
+        cut(parts.method.as_str()),
+        cut(parts.uri.path())
     );
     ApiError::new(ProblemCode::MethodNotAllowed, detail)
 }
@@ -126,10 +139,10 @@ async fn around(State(ctx): State<Arc<MasterContext>>, request: Request, next: N
         &ctx.requests
     };
     let mut response = if probe {
-        next.run(request).await
+        caught(next.run(request)).await
     } else {
         match permits.clone().try_acquire_owned() {
-            Ok(_permit) => next.run(request).await,
+            Ok(_permit) => caught(next.run(request)).await,
             Err(_) => {
                 let (parts, body) = request.into_parts();
                 body::refuse(&parts.headers, body).await;
@@ -154,6 +167,27 @@ async fn around(State(ctx): State<Arc<MasterContext>>, request: Request, next: N
     response
 }
 
+/// A handler that panics is answered for: without this its caller sees a closed connection and cannot tell what for.
+/// Nothing that handlers share is left half changed by one, since no lock is held across what may panic and the
+/// state is written by consensus alone.
+async fn caught(handler: impl Future<Output = Response>) -> Response {
+    match AssertUnwindSafe(handler).catch_unwind().await {
+        Ok(response) => response,
+        Err(panic) => {
+            let text = panic
+                .downcast_ref::<String>()
+                .map(String::as_str)
+                .or_else(|| panic.downcast_ref::<&str>().copied());
+            // Logged as an error where it becomes a response.
+            let detail = format!(
+                "the handler of this request panicked: {}; this is a fault of the program, please report it",
+                cut(text.unwrap_or("it did not say why"))
+            );
+            ApiError::new(ProblemCode::Internal, detail).into_response()
+        }
+    }
+}
+
 /// What a passed-on answer has already stays: it names the master that served it.
 fn stamp(ctx: &MasterContext, response: &mut Response) {
     let term = ctx.consensus.leadership().borrow().term;
@@ -169,5 +203,66 @@ fn stamp(ctx: &MasterContext, response: &mut Response) {
         (HEADER_APPLIED_INDEX, applied),
     ] {
         headers.insert(HeaderName::from_static(name), HeaderValue::from(value));
+    }
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+    use crate::{
+        config::MemberAddress,
+        consensus::{Consensus, Options, Timers},
+        context,
+    };
+    use axum::body::{Body, to_bytes};
+    use mooncake_proto::api::{PROBLEM_JSON, Problem};
+    use tower::ServiceExt;
+
+    #[tokio::test]
+    async fn a_handler_that_panics_is_answered_for() {
+        let dir = tempfile::tempdir().unwrap();
+        let listener = std::net::TcpListener::bind("127.0.0.1:0").unwrap();
+        let own = MemberAddress {
+            rpc: listener.local_addr().unwrap().to_string(),
+            http: "127.0.0.1:9".into(),
+        };
+        let options = Options {
+            cluster_id: "panics".into(),
+            node_id: 1,
+            data_dir: dir.path().to_owned(),
+            secret: None,
+            timers: Timers {
+                heartbeat_ms: 100,
+                election_min_ms: 500,
+                election_max_ms: 1000,
+            },
+            snapshot_every: 10_000,
+            snapshot_keep: 1_000,
+            initial_cluster: [(1, own)].into(),
+            bootstrap: true,
+        };
+        let (consensus, _sessions) = Consensus::start(options, listener).await.unwrap();
+        let ctx = MasterContext::new(consensus.handle(), context::Options::default());
+        async fn panics() -> Response {
+            panic!("on {}", "purpose")
+        }
+        let routes = routes(&ctx)
+            .route("/panics", get(panics))
+            .route("/api/v1/panics", get(panics));
+        let router = finish(ctx, routes);
+        for path in ["/panics", "/api/v1/panics"] {
+            let request = Request::get(path).body(Body::empty()).unwrap();
+            let response = router.clone().oneshot(request).await.unwrap();
+            assert_eq!(response.status(), 500);
+            for name in [HEADER_SERVED_BY, HEADER_TERM, HEADER_APPLIED_INDEX] {
+                assert!(response.headers().contains_key(name), "{name}");
+            }
+            assert_eq!(response.headers()["content-type"], PROBLEM_JSON);
+            let body = to_bytes(response.into_body(), 1 << 20).await.unwrap();
+            let problem: Problem = serde_json::from_slice(&body).unwrap();
+            assert_eq!(problem.code, ProblemCode::Internal);
+            assert!(problem.detail.contains("on purpose"), "{}", problem.detail);
+        }
+        consensus.shutdown().await.unwrap();
     }
 }

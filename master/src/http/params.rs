@@ -1,6 +1,10 @@
 //! Query parameters: strict, so that a misspelt filter is an error and not a different answer.
 
-use super::error::ApiError;
+use super::error::{ApiError, cut};
+use axum::{
+    extract::{FromRequestParts, Path},
+    http::request::Parts,
+};
 use mooncake_proto::{
     api::JobStatus,
     ids::{JobId, ModelRef, NodeId},
@@ -23,6 +27,24 @@ const COMMON: [&str; 2] = ["consistency", "min_index"];
 #[derive(Debug, Default)]
 pub(super) struct Params(Vec<(String, String)>);
 
+/// The one variable segment of a path. What is no UTF-8 behind its percent signs is a problem document too.
+pub(super) struct Segment(pub String);
+
+impl<S: Send + Sync> FromRequestParts<S> for Segment {
+    type Rejection = ApiError;
+
+    async fn from_request_parts(parts: &mut Parts, state: &S) -> Result<Self, ApiError> {
+        match Path::from_request_parts(parts, state).await {
+            Ok(Path(segment)) => Ok(Self(segment)),
+            Err(why) => Err(ApiError::parameter(format!(
+                "the path {} cannot be read: {}",
+                cut(parts.uri.path()),
+                cut(&why.body_text())
+            ))),
+        }
+    }
+}
+
 /// How fresh a read must be.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 pub(super) enum Consistency {
@@ -42,7 +64,8 @@ impl Params {
         for (name, value) in url.query_pairs() {
             if out.iter().any(|(n, _)| *n == name) {
                 return Err(ApiError::parameter(format!(
-                    "the parameter '{name}' is given twice"
+                    "the parameter '{}' is given twice",
+                    cut(&name)
                 )));
             }
             if out.len() == MAX_PARAMETERS {
@@ -71,9 +94,21 @@ impl Params {
                     .collect::<Vec<_>>()
                     .join(", ");
                 Err(ApiError::parameter(format!(
-                    "the parameter '{name}' is not known here; known are: {all}"
+                    "the parameter '{}' is not known here; known are: {all}",
+                    cut(name)
                 )))
             }
+        }
+    }
+
+    /// Refuses all: writes have no parameters, not even those that every read takes.
+    pub fn none(&self) -> Result<(), ApiError> {
+        match self.0.first() {
+            None => Ok(()),
+            Some((name, _)) => Err(ApiError::parameter(format!(
+                "the parameter '{}' is not known here: this request has none",
+                cut(name)
+            ))),
         }
     }
 
@@ -87,19 +122,24 @@ impl Params {
         };
         let number = text
             .parse()
-            .map_err(|_| ApiError::parameter(format!("{name}: '{text}' is not a whole number")))?;
+            .map_err(|_| ApiError::parameter(format!("{name}: '{}' is not a whole number", cut(text))))?;
         Ok(Some(number))
     }
 
     pub fn consistency(&self) -> Result<Consistency, ApiError> {
         let min_index = self.number("min_index")?;
         match self.get("consistency") {
+            // A caller that wants a lower bound and does not get it must know.
+            None | Some("linearizable") if min_index.is_some() => Err(ApiError::parameter(
+                "min_index: only with consistency=stale; a linearizable read is never behind",
+            )),
             None | Some("linearizable") => Ok(Consistency::Linearizable),
             Some("stale") => Ok(Consistency::Stale {
                 min_index: min_index.unwrap_or(0),
             }),
             Some(other) => Err(ApiError::parameter(format!(
-                "consistency: '{other}' is neither 'linearizable' nor 'stale'"
+                "consistency: '{}' is neither 'linearizable' nor 'stale'",
+                cut(other)
             ))),
         }
     }
@@ -122,7 +162,8 @@ impl Params {
                 Duration::from_millis(n.saturating_mul(unit_ms)).min(MAX_WAIT),
             )),
             _ => Err(ApiError::parameter(format!(
-                "wait: '{text}' is not a duration such as 20s, 1500ms or 20"
+                "wait: '{}' is not a duration such as 20s, 1500ms or 20",
+                cut(text)
             ))),
         }
     }
@@ -147,7 +188,8 @@ impl Params {
         };
         let status = serde_json::from_value(serde_json::Value::String(text.to_owned())).map_err(|_| {
             ApiError::parameter(format!(
-                "status: '{text}' is none of planned, seeding, replicating, completed, failed, canceled"
+                "status: '{}' is none of planned, seeding, replicating, completed, failed, canceled",
+                cut(text)
             ))
         })?;
         Ok(Some(status))
@@ -155,7 +197,7 @@ impl Params {
 
     pub fn node(&self) -> Result<Option<NodeId>, ApiError> {
         self.get("node")
-            .map(|t| NodeId::parse(t).map_err(|e| ApiError::parameter(format!("node: {e}"))))
+            .map(|t| NodeId::parse(t).map_err(|e| ApiError::parameter(format!("node: {}", cut(&e)))))
             .transpose()
     }
 
@@ -261,6 +303,13 @@ mod tests {
         );
         assert!(params("consistency=eventual").consistency().is_err());
         assert!(params("consistency=stale&min_index=x").consistency().is_err());
+        // Never silently ignored.
+        assert!(params("min_index=7").consistency().is_err());
+        assert!(
+            params("consistency=linearizable&min_index=7")
+                .consistency()
+                .is_err()
+        );
     }
 
     #[test]
@@ -278,6 +327,11 @@ mod tests {
                 .is_ok()
         );
         assert!(Params::parse(Some("a=1&a=2")).is_err());
+        assert!(params("").none().is_ok());
+        assert!(params("consistency=stale").none().is_err());
+        let long = format!("{}=1", "x".repeat(50_000));
+        let error = params(&long).only(&[]).unwrap_err();
+        assert!(error.problem().detail.len() < 400, "{}", error.problem().detail);
     }
 
     #[test]

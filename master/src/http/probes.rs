@@ -3,7 +3,7 @@
 
 use super::error::ApiError;
 use crate::{
-    consensus::NotReady,
+    consensus::{Master, NotReady},
     context::{LEADER_WITHIN, MasterContext},
 };
 use axum::{
@@ -43,15 +43,38 @@ fn not_ready(ctx: &MasterContext) -> Option<ApiError> {
 
 /// `/leaderz`: 200 only on a master that a quorum confirms as the leader now.
 pub(super) async fn leaderz(State(ctx): State<Arc<MasterContext>>) -> Result<&'static str, ApiError> {
-    if !is_leader(&ctx) {
-        return Err(ApiError::new(
-            ProblemCode::NoLeader,
-            format!("master {} does not lead", ctx.consensus.identity().node_id),
+    let view = ctx.consensus.leadership().borrow().clone();
+    if !view.is_serving {
+        return Err(not_leading(
+            ctx.consensus.identity().node_id,
+            view.leader.as_ref(),
         ));
     }
     match ctx.consensus.read_index().await {
         Ok(_) => Ok("ok\n"),
         Err(why) => Err(ApiError::new(ProblemCode::NoLeader, why.to_string())),
+    }
+}
+
+fn not_leading(own_id: u64, leader: Option<&Master>) -> ApiError {
+    match leader {
+        Some(leader) if leader.id != own_id => ApiError::new(
+            ProblemCode::NotLeader,
+            format!(
+                "master {own_id} does not lead; master {} at {} does",
+                leader.id, leader.http_address
+            ),
+        ),
+        Some(_) => ApiError::new(
+            ProblemCode::NoLeader,
+            format!(
+                "master {own_id} was elected and has not applied all that was acknowledged before: ask again"
+            ),
+        ),
+        None => ApiError::new(
+            ProblemCode::NoLeader,
+            format!("master {own_id} does not lead and knows nobody who does: ask again"),
+        ),
     }
 }
 
@@ -124,4 +147,25 @@ pub(super) async fn metrics(State(ctx): State<Arc<MasterContext>>) -> Response {
     let text = ctx.metrics.encode(&ctx);
     let kind = HeaderValue::from_static("application/openmetrics-text; version=1.0.0; charset=utf-8");
     ([(header::CONTENT_TYPE, kind)], text).into_response()
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+
+    #[test]
+    fn who_does_not_lead_says_who_does() {
+        let master = |id| Master {
+            id,
+            rpc_address: "127.0.0.1:50052".into(),
+            http_address: "127.0.0.1:9013".into(),
+        };
+        let error = not_leading(1, Some(&master(2)));
+        assert_eq!(error.problem().code, ProblemCode::NotLeader);
+        assert!(error.problem().detail.contains("127.0.0.1:9013"));
+        for leader in [None, Some(master(1))] {
+            let error = not_leading(1, leader.as_ref());
+            assert_eq!(error.problem().code, ProblemCode::NoLeader, "{leader:?}");
+        }
+    }
 }

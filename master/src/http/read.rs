@@ -1,24 +1,29 @@
 //! Nodes, models, objects, the cluster.
 
 use super::{
-    error::ApiError,
+    error::{ApiError, cut},
     json_at,
-    params::{Consistency, Params, model_token},
+    params::{Consistency, Params, Segment, model_token},
+    work::at_most,
 };
 use crate::{consensus::StateGuard, context::MasterContext};
-use axum::{
-    Extension, Json,
-    extract::{Path, State},
-    http::Uri,
-    response::Response,
-};
+use axum::{Extension, extract::State, http::Uri, response::Response};
 use mooncake_proto::{
     api::{ClusterStatus, MemberView, ModelList, ObjectLookup, ObjectView, ProblemCode},
+    digest::Digest,
     ids::{ModelRef, NodeId},
     manifest::MAX_OBJECT_ID_BYTES,
 };
 use mooncake_state::{Bytes, Live};
-use std::{ops::Deref, sync::Arc};
+use std::{collections::HashMap, ops::Deref, sync::Arc};
+use tokio::sync::Semaphore;
+
+/// Object look-ups at once: each may decode every manifest there is, the largest of them some 100 MB when decoded.
+static LOOK_UPS: Semaphore = Semaphore::const_new(2);
+/// Cluster statuses at once: each may hold a copy of the state and digest it.
+static STATUSES: Semaphore = Semaphore::const_new(2);
+/// Looks at the state for one look-up: another one is needed only if a model version came during the last.
+const MAX_LOOKS: usize = 16;
 
 /// `GET /api/v1/nodes`.
 pub(super) async fn nodes(
@@ -36,19 +41,21 @@ pub(super) async fn nodes(
 pub(super) async fn node(
     State(ctx): State<Arc<MasterContext>>,
     Extension(consistency): Extension<Consistency>,
-    Path(id): Path<String>,
+    Segment(id): Segment,
     uri: Uri,
 ) -> Result<Response, ApiError> {
     Params::parse(uri.query())?.only(&[])?;
-    let id = NodeId::parse(&id).map_err(|why| ApiError::parameter(format!("node_id: {why}")))?;
-    let view = with_live(&ctx, consistency, |state, live| {
-        Some(json_at(state.applied_index, &state.node_view(&id, live)?))
-    });
-    let missing = || {
-        let detail = format!("no node '{id}' has registered; GET /api/v1/nodes lists those that have");
-        ApiError::new(ProblemCode::NodeNotFound, detail)
-    };
-    view.ok_or_else(missing)
+    let id = NodeId::parse(&id).map_err(|why| ApiError::parameter(format!("node_id: {}", cut(&why))))?;
+    with_live(&ctx, consistency, |state, live| {
+        match state.node_view(&id, live) {
+            Some(view) => Ok(json_at(state.applied_index, &view)),
+            None => {
+                let detail =
+                    format!("no node '{id}' has registered; GET /api/v1/nodes lists those that have");
+                Err(ApiError::new(ProblemCode::NodeNotFound, detail).at(state.applied_index))
+            }
+        }
+    })
 }
 
 /// Reads with live facts where this master leads. The facts' lock is taken before the state's, always.
@@ -100,10 +107,7 @@ pub(super) async fn models(State(ctx): State<Arc<MasterContext>>, uri: Uri) -> R
 }
 
 /// `GET /api/v1/objects?key=`.
-pub(super) async fn objects(
-    State(ctx): State<Arc<MasterContext>>,
-    uri: Uri,
-) -> Result<Json<ObjectLookup>, ApiError> {
+pub(super) async fn objects(State(ctx): State<Arc<MasterContext>>, uri: Uri) -> Result<Response, ApiError> {
     let params = Params::parse(uri.query())?;
     params.only(&["key"])?;
     let key = params
@@ -111,75 +115,82 @@ pub(super) async fn objects(
         .filter(|k| !k.is_empty() && k.len() <= MAX_OBJECT_ID_BYTES);
     let detail = format!("key: give the object's id, 1 to {MAX_OBJECT_ID_BYTES} bytes");
     let key = key.ok_or_else(|| ApiError::parameter(detail))?.to_owned();
-    // Manifests may be large and many: decoded outside the state's lock, one after the other.
-    let looked = tokio::task::spawn_blocking(move || look_up(&ctx, key)).await;
-    let found =
-        looked.map_err(|e| ApiError::new(ProblemCode::Internal, format!("the object lookup failed: {e}")))?;
+    let (index, found) = at_most(&LOOK_UPS, "object lookup", move || look_up(&ctx, key)).await??;
     if found.objects.is_empty() {
         let detail = format!("no model version has an object '{}'", found.key);
-        return Err(ApiError::new(ProblemCode::ObjectNotFound, detail));
+        return Err(ApiError::new(ProblemCode::ObjectNotFound, detail).at(index));
     }
-    Ok(Json(found))
+    Ok(json_at(index, &found))
 }
 
-fn look_up(ctx: &MasterContext, key: String) -> ObjectLookup {
-    let candidates: Vec<(ModelRef, mooncake_proto::digest::Digest, Option<Bytes>)> = {
-        let state = ctx.consensus.state();
-        let blob = |digest| state.blob(digest).cloned();
-        state
-            .artifacts()
-            .map(|(model, artifact)| (model.clone(), artifact.manifest, blob(&artifact.manifest)))
-            .collect()
-    };
-    let mut objects = Vec::new();
-    for (model_ref, digest, encoded) in candidates {
-        let cached = ctx.manifests.get(&digest);
-        let Some(manifest) = cached.or_else(|| ctx.manifests.decode(digest, &encoded?)) else {
-            continue;
+/// Where in a model version an object is: its file's path, offset and size in it.
+type Place = (String, u64, u64);
+
+/// The answer, and the applied index it holds at: all of it is read at that one, under one lock. Manifests may be
+/// large and many, so they are decoded before, outside the lock; what came meanwhile takes another look.
+fn look_up(ctx: &MasterContext, key: String) -> Result<(u64, ObjectLookup), ApiError> {
+    let mut places: HashMap<Digest, Option<Place>> = HashMap::new();
+    for _ in 0..MAX_LOOKS {
+        let unseen: Vec<(Digest, Option<Bytes>)> = {
+            let state = ctx.consensus.state();
+            let unseen: Vec<_> = state
+                .artifacts()
+                .filter(|(_, artifact)| !places.contains_key(&artifact.manifest))
+                .map(|(_, artifact)| (artifact.manifest, state.blob(&artifact.manifest).cloned()))
+                .collect();
+            if unseen.is_empty() {
+                let found = state.artifacts().filter_map(|(model, artifact)| {
+                    let (path, offset_bytes, size_bytes) = places.get(&artifact.manifest)?.clone()?;
+                    Some(ObjectView {
+                        model_ref: model.clone(),
+                        path,
+                        offset_bytes,
+                        size_bytes,
+                        nodes: state.holders(artifact).cloned().collect(),
+                    })
+                });
+                let objects = found.collect();
+                return Ok((state.applied_index, ObjectLookup { key, objects }));
+            }
+            unseen
         };
-        let Some((file, chunk)) = manifest.find_object(&key) else {
-            continue;
-        };
-        let file = &manifest.files[file];
-        let range = file.chunk_range(chunk);
-        let state = ctx.consensus.state();
-        // Gone or replaced meanwhile: then it is not there.
-        let Some(artifact) = state.artifact(&model_ref).filter(|a| a.manifest == digest) else {
-            continue;
-        };
-        let nodes = state.holders(artifact).cloned().collect();
-        drop(state);
-        objects.push(ObjectView {
-            path: file.path.clone(),
-            offset_bytes: range.start,
-            size_bytes: range.end - range.start,
-            nodes,
-            model_ref,
-        });
+        for (digest, encoded) in unseen {
+            let cached = ctx.manifests.get(&digest);
+            let manifest = cached.or_else(|| ctx.manifests.decode(digest, &encoded?));
+            let place = manifest.and_then(|manifest| {
+                let (file, chunk) = manifest.find_object(&key)?;
+                let file = &manifest.files[file];
+                let range = file.chunk_range(chunk);
+                Some((file.path.clone(), range.start, range.end - range.start))
+            });
+            places.insert(digest, place);
+        }
     }
-    ObjectLookup { key, objects }
+    Err(ApiError::new(
+        ProblemCode::Overloaded,
+        "models are added faster than they can be looked through; repeat the request later",
+    ))
 }
 
 /// `GET /api/v1/cluster`: what *this* master knows; `?digest=true` adds the state's digest (linear in the state).
-pub(super) async fn cluster(
-    State(ctx): State<Arc<MasterContext>>,
-    uri: Uri,
-) -> Result<Json<ClusterStatus>, ApiError> {
+pub(super) async fn cluster(State(ctx): State<Arc<MasterContext>>, uri: Uri) -> Result<Response, ApiError> {
     let params = Params::parse(uri.query())?;
     params.only(&["digest"])?;
+    // They change nothing here, but a wrong one is still a mistake.
+    params.consistency()?;
     let with_digest = match params.get("digest") {
         None | Some("false") => false,
         Some("true") => true,
         Some(other) => {
             return Err(ApiError::parameter(format!(
-                "digest: '{other}' is neither true nor false"
+                "digest: '{}' is neither true nor false",
+                cut(other)
             )));
         }
     };
-    let status = tokio::task::spawn_blocking(move || cluster_status(&ctx, with_digest)).await;
-    status
-        .map(Json)
-        .map_err(|e| ApiError::new(ProblemCode::Internal, format!("the cluster status failed: {e}")))
+    let work = move || cluster_status(&ctx, with_digest);
+    let status = at_most(&STATUSES, "cluster status", work).await?;
+    Ok(json_at(status.applied_index, &status))
 }
 
 fn cluster_status(ctx: &MasterContext, with_digest: bool) -> ClusterStatus {

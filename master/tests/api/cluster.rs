@@ -30,6 +30,22 @@ pub struct TestMaster {
 }
 
 impl TestMaster {
+    /// Closes the HTTP port and the sessions; what it is to the other masters it stays.
+    pub async fn stop_serving(&mut self) {
+        if let Some(serving) = self.serving.take() {
+            serving.stop().await;
+        }
+    }
+
+    /// The HTTP port again, with other options, as after a restart; no sessions.
+    pub async fn serve_again(&mut self, options: Options) -> Result<()> {
+        self.stop_serving().await;
+        let context = MasterContext::new(self.handle.clone(), options);
+        let http = TcpListener::bind(&self.http)?;
+        self.serving = Some(Serving::start(context, http, tokio_stream::pending())?);
+        Ok(())
+    }
+
     /// Cut off at once: nothing is handed over.
     pub async fn kill(&mut self) {
         self.serving = None;

@@ -9,6 +9,7 @@ use futures_util::future::join_all;
 use hyper::Method;
 use mooncake_proto::api::{HEADER_APPLIED_INDEX, HEADER_FORWARDED_BY, HEADER_SERVED_BY};
 use serde_json::json;
+use tokio::io::{AsyncReadExt, AsyncWriteExt};
 
 const SEED: &str = "127.0.0.1:25001";
 const FOLLOWER: &str = "127.0.0.1:25002";
@@ -82,7 +83,19 @@ async fn a_request_is_passed_on_once() -> Result<()> {
         "{}",
         faulty.text
     );
-    assert_eq!(cluster.get(follower, "/leaderz").await?.status, 503);
+    let leader = cluster.leader().await?;
+    let other = cluster.get(follower, "/leaderz").await?;
+    assert_eq!(
+        (other.status, &other.body["code"]),
+        (503, &json!("not_leader")),
+        "{}",
+        other.text
+    );
+    assert!(
+        other.text.contains(&cluster.masters[leader].http),
+        "{}",
+        other.text
+    );
     assert_eq!(
         cluster.get(follower, "/role").await?.body,
         json!({"role": "standby"})
@@ -177,4 +190,61 @@ async fn without_a_majority_the_caller_is_told_that_nothing_was_done() -> Result
     assert_eq!(cluster.get(left, "/livez").await?.status, 200);
     cluster.until(left, "/readyz", |a| a.status == 503).await?;
     Ok(())
+}
+
+/// Takes one request and answers `answer` (nothing: the connection just ends).
+async fn serve_once(listener: &tokio::net::TcpListener, answer: &str) -> Result<()> {
+    let (mut stream, _) = listener.accept().await?;
+    let mut request = Vec::new();
+    let head = loop {
+        anyhow::ensure!(stream.read_buf(&mut request).await? > 0, "a request was to come");
+        if let Some(end) = request.windows(4).position(|w| w == b"\r\n\r\n") {
+            break end + 4;
+        }
+    };
+    let text = String::from_utf8_lossy(&request[..head]).to_lowercase();
+    let length = text.lines().find_map(|l| l.strip_prefix("content-length: "));
+    let length: usize = length.map_or(Ok(0), str::parse)?;
+    while request.len() < head + length {
+        anyhow::ensure!(stream.read_buf(&mut request).await? > 0, "the body was to come");
+    }
+    stream.write_all(answer.as_bytes()).await?;
+    Ok(())
+}
+
+#[tokio::test(flavor = "multi_thread")]
+async fn a_lost_write_is_not_hidden_by_what_its_repeat_is_answered() -> Result<()> {
+    let mut cluster = TestCluster::start(3).await?;
+    let leader = cluster.leader().await?;
+    let follower = (leader + 1) % 3;
+    // It leads on, but something else is where it answers: loses the first request, has no room for the second.
+    cluster.masters[leader].stop_serving().await;
+    let listener = tokio::net::TcpListener::bind(&cluster.masters[leader].http).await?;
+    let overloaded = "HTTP/1.1 429 Too Many Requests\r\ncontent-length: 0\r\nconnection: close\r\n\r\n";
+    for (path, body) in [
+        (JOBS.to_owned(), example("lost", "m")),
+        (format!("{JOBS}/lost/cancel"), json!(null)),
+    ] {
+        let fake = async {
+            serve_once(&listener, "").await?;
+            serve_once(&listener, overloaded).await
+        };
+        let (answer, served) = tokio::join!(cluster.post(follower, &path, &body), fake);
+        let answer = answer?;
+        assert_eq!(
+            (answer.status, &answer.body["code"], &answer.body["job_id"]),
+            (504, &json!("outcome_unknown"), &json!("lost")),
+            "{}",
+            answer.text
+        );
+        served?;
+    }
+    // Nothing was sent before: nothing is hidden.
+    let body = example("lost", "m");
+    let (answer, served) = tokio::join!(
+        cluster.post(follower, JOBS, &body),
+        serve_once(&listener, overloaded)
+    );
+    assert_eq!(answer?.status, 429);
+    served
 }

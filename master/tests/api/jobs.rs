@@ -210,7 +210,9 @@ async fn a_long_poll_wakes_at_a_change_and_gives_up_after_its_wait() -> Result<(
     let path = format!("{JOBS}?job_id=slow&since={version}&wait=55s");
     let cancel = format!("{JOBS}/slow/cancel");
     let (woken, canceled) = tokio::join!(cluster.get(0, &path), async {
-        tokio::time::sleep(Duration::from_millis(200)).await;
+        cluster
+            .until(0, "/metrics", |a| a.text.contains("\nmaster_long_polls 1\n"))
+            .await?;
         cluster.send(0, Method::POST, &cancel, &[], "").await
     });
     canceled?;

@@ -1,7 +1,7 @@
 //! Wrong requests and the small endpoints.
 
 use super::{
-    cluster::{JOBS, TestCluster, rfc_example},
+    cluster::{JOBS, PATIENCE, TestCluster, example, rfc_example},
     errors,
     node::{FakeNode, Manner},
 };
@@ -117,7 +117,7 @@ async fn wrong_requests_are_problems_and_nobody_logs_an_error() -> Result<()> {
             "invalid_parameter",
         ),
         (
-            post,
+            post.clone(),
             format!("{JOBS}/nope/cancel"),
             &[],
             vec![],
@@ -197,6 +197,62 @@ async fn wrong_requests_are_problems_and_nobody_logs_an_error() -> Result<()> {
             "invalid_parameter",
         ),
         (
+            get.clone(),
+            format!("{JOBS}/%FF"),
+            &[],
+            vec![],
+            400,
+            "invalid_parameter",
+        ),
+        (
+            post.clone(),
+            format!("{JOBS}/%FF/cancel"),
+            &[],
+            vec![],
+            400,
+            "invalid_parameter",
+        ),
+        (
+            get.clone(),
+            "/api/v1/nodes/%FF".into(),
+            &[],
+            vec![],
+            400,
+            "invalid_parameter",
+        ),
+        (
+            get.clone(),
+            "/api/v1/nodes?min_index=1".into(),
+            &[],
+            vec![],
+            400,
+            "invalid_parameter",
+        ),
+        (
+            get.clone(),
+            "/api/v1/cluster?consistency=nonsense".into(),
+            &[],
+            vec![],
+            400,
+            "invalid_parameter",
+        ),
+        (
+            post.clone(),
+            format!("{JOBS}?foo=1"),
+            json_type,
+            rfc_example().to_string().into(),
+            400,
+            "invalid_parameter",
+        ),
+        (
+            post.clone(),
+            format!("{JOBS}/nope/cancel?consistency=stale"),
+            &[],
+            vec![],
+            400,
+            "invalid_parameter",
+        ),
+        (
             get,
             "/api/v1/objects?key=x".into(),
             &[],
@@ -237,6 +293,35 @@ async fn wrong_requests_are_problems_and_nobody_logs_an_error() -> Result<()> {
     assert!(
         detail.contains("/target_nodes/0") && detail.contains("line 1 column"),
         "{detail}"
+    );
+    assert_eq!(
+        invalid.pointers(),
+        [("/target_nodes/0".to_owned(), "wrong_type".to_owned())],
+        "{}",
+        invalid.text
+    );
+    // However long what is wrong is: neither answer nor log grows with it.
+    let long = "x".repeat(1 << 20);
+    let invalid = cluster
+        .send(
+            0,
+            Method::POST,
+            JOBS,
+            json_type,
+            json!({ "manifest": long }).to_string(),
+        )
+        .await?;
+    assert!(
+        invalid.status == 400 && invalid.text.len() < 2000,
+        "{}",
+        invalid.text.len()
+    );
+    let path = format!("/{}", &long[..30_000]);
+    let nothing = cluster.get(0, &path).await?;
+    assert!(
+        nothing.status == 404 && nothing.text.len() < 2000,
+        "{}",
+        nothing.text.len()
     );
     assert_eq!(errors::of_the_api(), Vec::<String>::new());
     Ok(())
@@ -318,6 +403,11 @@ async fn monitoring_gets_what_it_expects() -> Result<()> {
     );
     assert_eq!(status["state_digest"].as_str().unwrap().len(), 64);
     assert_eq!(status["members"][0]["role"], "leader");
+    let status = cluster.get(0, "/api/v1/cluster").await?;
+    assert_eq!(
+        status.header(HEADER_APPLIED_INDEX),
+        Some(&*status.body["applied_index"].to_string())
+    );
     let metrics = cluster.get(0, "/metrics").await?.text;
     for name in [
         "mooncake_build_info{",
@@ -354,6 +444,46 @@ async fn stale_reads_wait_for_their_index() -> Result<()> {
     Ok(())
 }
 
+#[tokio::test(flavor = "multi_thread")]
+async fn requiring_checksums_is_for_new_jobs() -> Result<()> {
+    let mut cluster = TestCluster::start(1).await?;
+    let _node = FakeNode::start(&cluster.masters[0].rpc, "127.0.0.1:25001", Manner::Works).await?;
+    let mut body = example("before", "m");
+    body["target_nodes"] = json!(["127.0.0.1:25001"]);
+    body["replica_policy"] = json!({"target_replica_count": 1});
+    assert_eq!(cluster.post(0, JOBS, &body).await?.status, 201);
+    let strict = mooncake_master::context::Options {
+        require_checksums: true,
+        ..super::cluster::options()
+    };
+    cluster.masters[0].serve_again(strict).await?;
+    let repeat = cluster.post(0, JOBS, &body).await?;
+    assert_eq!(
+        (repeat.status, &repeat.body["job_id"]),
+        (200, &json!("before")),
+        "{}",
+        repeat.text
+    );
+    // A new one is refused, with all that is against it.
+    body["job_id"] = "after".into();
+    body["seed_node_id"] = "127.0.0.1:25009".into();
+    let refused = cluster.post(0, JOBS, &body).await?;
+    assert_eq!(
+        refused.pointers(),
+        [
+            (
+                "/manifest/files/0/checksum".to_owned(),
+                "checksum_required".to_owned()
+            ),
+            ("/seed_node_id".to_owned(), "unknown_node".to_owned())
+        ],
+        "{}",
+        refused.text
+    );
+    assert_eq!(cluster.get(0, &format!("{JOBS}/after")).await?.status, 404);
+    Ok(())
+}
+
 /// The largest manifest: a million chunks whose ids follow a pattern.
 #[tokio::test(flavor = "multi_thread")]
 async fn a_million_chunks_are_accepted_and_one_too_many_is_not() -> Result<()> {
@@ -383,5 +513,45 @@ async fn a_million_chunks_are_accepted_and_one_too_many_is_not() -> Result<()> {
             );
         }
     }
+    // While a look-up decodes that manifest, a job brings the object: an answer that claims to have seen the index
+    // of the job has seen the object too.
+    let key = "late/chunk-0";
+    let mut body = example("late", "late");
+    body["target_nodes"] = json!(["127.0.0.1:25001"]);
+    body["replica_policy"] = json!({"target_replica_count": 1});
+    let file = &mut body["manifest"]["files"][0];
+    file["artifact"]["object_ids"] = json!([0, 1, 2, 3].map(|i| format!("late/chunk-{i}")));
+    file["chunk_layout"]["object_prefix"] = "late".into();
+    let path = format!("/api/v1/objects?key={key}");
+    let looks = async {
+        let mut missed = Vec::new();
+        loop {
+            let look = cluster.get(0, &path).await?;
+            let index: u64 = look.header(HEADER_APPLIED_INDEX).unwrap().parse()?;
+            match look.status {
+                404 => missed.push(index),
+                _ => return anyhow::Ok((look, missed)),
+            }
+        }
+    };
+    let looks = async { tokio::time::timeout(PATIENCE, looks).await? };
+    let (looked, job) = tokio::join!(looks, cluster.post(0, JOBS, &body));
+    let ((found, missed), job) = (looked?, job?);
+    assert_eq!(
+        (found.status, job.status),
+        (200, 201),
+        "{} {}",
+        found.text,
+        job.text
+    );
+    let created = job.body["version"].as_u64().unwrap();
+    assert!(
+        !missed.is_empty(),
+        "the first look-up was to begin before the job"
+    );
+    assert!(
+        missed.iter().all(|index| *index < created),
+        "created at {created}, missed at {missed:?}"
+    );
     Ok(())
 }

@@ -7,7 +7,7 @@ use serde::{Deserialize, Serialize};
 #[derive(Clone, Copy, Debug, PartialEq, Eq, Serialize, Deserialize)]
 #[serde(rename_all = "snake_case")]
 pub enum ProblemCode {
-    /// The body is not JSON, or not of the request's shape.
+    /// The body is not JSON, or not of the request's shape (then `errors` has the place).
     InvalidJson,
     /// The body was read; its content has faults, listed in `errors`.
     InvalidRequest,
@@ -39,6 +39,8 @@ pub enum ProblemCode {
     Overloaded,
     /// No leader yet: nothing was done; try again after `Retry-After`.
     NoLeader,
+    /// This master does not lead; another one does. Answered by `/leaderz` only.
+    NotLeader,
     /// This master is behind: nothing was done; another one answers, or this one later.
     NotCaughtUp,
     /// The master is stopping: nothing was done; another one answers.
@@ -65,7 +67,7 @@ impl ProblemCode {
             Self::UnsupportedMediaType => 415,
             Self::Overloaded => 429,
             Self::Internal => 500,
-            Self::NoLeader | Self::NotCaughtUp | Self::Draining => 503,
+            Self::NoLeader | Self::NotLeader | Self::NotCaughtUp | Self::Draining => 503,
             Self::OutcomeUnknown => 504,
         }
     }
@@ -89,6 +91,7 @@ impl ProblemCode {
             Self::JobTerminal => "The job has already ended",
             Self::Overloaded => "The cluster is overloaded",
             Self::NoLeader => "The cluster has no leader at the moment",
+            Self::NotLeader => "This master does not lead",
             Self::NotCaughtUp => "This master has not caught up",
             Self::Draining => "This master is stopping",
             Self::OutcomeUnknown => "It is not known whether the write happened",
@@ -111,7 +114,7 @@ pub struct Problem {
     pub code: ProblemCode,
     /// For a person: what failed, where, why, what to do next.
     pub detail: String,
-    /// Every fault of the request, with its JSON pointer.
+    /// Every fault of the request, with its JSON pointer; the one place of the wrong type with `invalid_json`.
     #[serde(default, skip_serializing_if = "Vec::is_empty")]
     pub errors: Vec<Fault>,
     /// The job the request was about, where one is known (always with `outcome_unknown` creates).
