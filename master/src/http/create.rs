@@ -233,13 +233,20 @@ fn invalid_json(error: &serde_json::Error, pointer: &str) -> ApiError {
     if error.classify() != serde_json::error::Category::Data {
         return problem;
     }
-    let code = if words.starts_with("duplicate field") {
-        "duplicate_member"
-    } else {
-        "wrong_type"
+    let mut pointer = pointer.into_owned();
+    // Which member it is stands in the words only; the place is that of the object which has it twice.
+    let twice = words
+        .strip_prefix("duplicate field `")
+        .and_then(|rest| rest.strip_suffix('`'));
+    let code = match twice {
+        Some(member) => {
+            push_token(&mut pointer, member);
+            "duplicate_member"
+        }
+        None => "wrong_type",
     };
     problem.with_errors(vec![Fault {
-        pointer: pointer.into_owned(),
+        pointer,
         code: code.into(),
         detail: format!("{words}{position}"),
     }])
