@@ -27,8 +27,9 @@ use tokio::sync::{Semaphore, watch};
 use tokio_util::sync::CancellationToken;
 
 /// Acquisitions at work at once; more wait in line. They depend on nothing but their sources, so waiting
-/// cannot deadlock (replications may wait for each other across nodes: they are not limited).
-pub const MAX_ACQUISITIONS: usize = 32;
+/// cannot deadlock (replications may wait for each other across nodes: they are not limited). One acquisition keeps
+/// a disk or a link busy; each more only holds buffers.
+pub const MAX_ACQUISITIONS: usize = 8;
 /// Tasks that prepare their staging at once: each blocks a thread, and the disk does not get faster.
 pub const MAX_BEGINS: usize = 8;
 /// Copies that are published at once: as for [`MAX_BEGINS`].
