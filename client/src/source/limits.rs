@@ -8,19 +8,18 @@ use tokio::sync::{OwnedSemaphorePermit, Semaphore};
 
 use parking_lot::Mutex;
 
-/// Most bytes in block buffers at once, in the whole process: enough for every connection to fill one block
-/// of the largest size while its last one is hashed and written, small beside a node's memory.
-pub const BUFFER_BYTES: usize = 64 << 20;
+/// Most block buffers at once, in the whole process: enough for every connection to fill one block while its
+/// last one is hashed and written. Of blocks of the largest size that is 64 MiB, small beside a node's memory;
+/// counting buffers and not bytes keeps many small models as modest as one large one.
+pub const MAX_BUFFERS: usize = 16;
 /// Of these, most that sources on this machine may have: a read from a network share that hangs keeps its
 /// buffer until the kernel gives up, and the web must go on meanwhile.
-pub const LOCAL_BUFFER_BYTES: usize = BUFFER_BYTES / 4 * 3;
-/// And most that one acquisition may have for them: four blocks of the largest size keep a disk busy, and one
-/// share that hangs leaves the others theirs.
-pub const LOCAL_BUFFER_BYTES_PER_TASK: usize = BUFFER_BYTES / 4;
-/// Unit in which [`BUFFER_BYTES`] is handed out: the smallest block.
-const BUFFER_UNIT_BYTES: usize = 256 << 10;
-/// Most HTTP requests under way at once, in the whole process. 12 full-size blocks leave room in
-/// [`BUFFER_BYTES`] even if every connection stalls with a block half filled.
+pub const MAX_LOCAL_BUFFERS: usize = 12;
+/// And most that one acquisition may have for them: four blocks keep a disk busy, and one share that hangs
+/// leaves the others theirs.
+pub const MAX_LOCAL_BUFFERS_PER_TASK: usize = 4;
+/// Most HTTP requests under way at once, in the whole process. 12 blocks leave room in
+/// [`MAX_BUFFERS`] even if every connection stalls with a block half filled.
 pub const CONNECTIONS: usize = 12;
 /// Most HTTP requests under way at once for one file: enough to fill a link that one TCP stream does not.
 pub const CONNECTIONS_PER_FILE: usize = 4;
@@ -73,10 +72,9 @@ impl Default for SourceConfig {
     }
 }
 
-static BUFFERS: LazyLock<Arc<Semaphore>> =
-    LazyLock::new(|| Arc::new(Semaphore::new(BUFFER_BYTES / BUFFER_UNIT_BYTES)));
+static BUFFERS: LazyLock<Arc<Semaphore>> = LazyLock::new(|| Arc::new(Semaphore::new(MAX_BUFFERS)));
 static LOCAL_BUFFERS: LazyLock<Arc<Semaphore>> =
-    LazyLock::new(|| Arc::new(Semaphore::new(LOCAL_BUFFER_BYTES / BUFFER_UNIT_BYTES)));
+    LazyLock::new(|| Arc::new(Semaphore::new(MAX_LOCAL_BUFFERS)));
 static CONNECTION_PERMITS: LazyLock<Arc<Semaphore>> = LazyLock::new(|| Arc::new(Semaphore::new(CONNECTIONS)));
 static HASHER_PERMITS: LazyLock<Arc<Semaphore>> = LazyLock::new(|| Arc::new(Semaphore::new(HASHERS)));
 
@@ -98,11 +96,11 @@ pub(super) async fn hasher() -> OwnedSemaphorePermit {
     permit(&HASHER_PERMITS, 1).await
 }
 
-/// Block buffers of one acquisition: reused, and counted against the process's [`BUFFER_BYTES`].
+/// Block buffers of one acquisition: reused, and counted against the process's [`MAX_BUFFERS`].
 #[derive(Debug)]
 pub(super) struct Buffers {
     block_size: usize,
-    /// See [`LOCAL_BUFFER_BYTES_PER_TASK`].
+    /// See [`MAX_LOCAL_BUFFERS_PER_TASK`].
     local: Arc<Semaphore>,
     /// Buffers not in use; a leaf lock, held for a push or a pop.
     free: Mutex<Vec<Vec<u8>>>,
@@ -112,7 +110,7 @@ impl Buffers {
     pub(super) fn new(block_size: u32) -> Arc<Self> {
         Arc::new(Self {
             block_size: block_size as usize,
-            local: Arc::new(Semaphore::new(LOCAL_BUFFER_BYTES_PER_TASK / BUFFER_UNIT_BYTES)),
+            local: Arc::new(Semaphore::new(MAX_LOCAL_BUFFERS_PER_TASK)),
             free: Mutex::default(),
         })
     }
@@ -130,13 +128,9 @@ impl Buffers {
 
     /// The narrower bound first: who waits for it takes nothing from the others.
     async fn take_within(self: &Arc<Self>, bounds: &[&Arc<Semaphore>]) -> Buffer {
-        let units = self
-            .block_size
-            .clamp(BUFFER_UNIT_BYTES, LOCAL_BUFFER_BYTES_PER_TASK)
-            .div_ceil(BUFFER_UNIT_BYTES) as u32;
         let mut permits = Vec::with_capacity(bounds.len() + 1);
         for bound in bounds.iter().copied().chain([&*BUFFERS]) {
-            permits.push(permit(bound, units).await);
+            permits.push(permit(bound, 1).await);
         }
         let bytes = self
             .free

@@ -14,7 +14,7 @@
 //! - A file whose checksum, size or version turned out wrong is forgotten as a whole, also if another file
 //!   fails first or the task is canceled: none of its blocks is offered again, and it is read from its start.
 //! - Bytes beyond a file's declared size and bodies of error answers are never written.
-//! - Memory in block buffers is bounded for the whole process ([`limits::BUFFER_BYTES`]).
+//! - Memory in block buffers is bounded for the whole process ([`limits::MAX_BUFFERS`]).
 //! - Canceling ends it within one disk operation; verified blocks stay.
 //!
 //! Not guaranteed:

@@ -448,7 +448,7 @@ async fn reads_that_hang_stop_neither_others_nor_their_own_task_for_ever() {
             ..quick()
         },
     ));
-    let most = limits::LOCAL_BUFFER_BYTES_PER_TASK / BLOCK;
+    let most = limits::MAX_LOCAL_BUFFERS_PER_TASK;
     let mut stuck = Vec::new();
     for _ in 0..most {
         stuck.push(context.buffers.take_local().await);
