@@ -172,6 +172,14 @@ impl Process {
         Ok(kib << 10)
     }
 
+    /// Starts a new measurement of [`peak_memory_bytes`](Self::peak_memory_bytes).
+    pub fn reset_peak_memory(&self) -> Result<()> {
+        let pid = self.pid().context("not running")?;
+        // 5 sets the high-water mark to what is resident now (proc_pid_clear_refs(5)).
+        std::fs::write(format!("/proc/{pid}/clear_refs"), "5")?;
+        Ok(())
+    }
+
     /// Everything it logged.
     pub fn log(&self) -> String {
         std::fs::read(&self.log)

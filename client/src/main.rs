@@ -12,11 +12,11 @@ use tracing_subscriber::{EnvFilter, fmt, prelude::*};
 /// Exit code for faults of the command line or the configuration, as `clap` has it.
 const EXIT_USAGE: u8 = 2;
 /// Threads for blocking work beside one for each upload: more than may be under way together (of the swarm 32
-/// writers, 4 proofs and 2 seals; 16 reads of sources, 16 writes of them and 12 of their names' look-ups; 8 begins,
-/// 8 publishes, 4 fences and 2 removals; 16 objects and 4 looks over HTTP; 8 look-ups of peers; 4 of the node's
+/// writers, 4 proofs and 2 seals; 8 reads of sources, 8 writes of them and 12 of their names' look-ups; 4 begins,
+/// 4 publishes, 4 fences and 2 removals; 16 objects and 4 looks over HTTP; 8 look-ups of peers; 4 of the node's
 /// own), so that none of them starves another. Each of these numbers is a bound where the work is begun; threads
 /// are made as they are needed, and idle ones end.
-const BLOCKING_THREADS: usize = 144;
+const BLOCKING_THREADS: usize = 120;
 
 fn main() -> ExitCode {
     let args = Args::read(std::env::args_os()).unwrap_or_else(|e| e.exit());

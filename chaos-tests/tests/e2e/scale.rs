@@ -8,6 +8,9 @@ use serde_json::{Value, json};
 use std::time::{Duration, Instant};
 
 const PEAK_LIMIT_BYTES: u64 = 400 << 20;
+/// How much the peak of one and the same round differs between runs: a client is so small (about 25 MiB) that
+/// ten per cent of it are a few buffers more or less at the same moment. A leak of one block per model would be 50 MiB.
+const NOISE_BYTES: u64 = 4 << 20;
 
 fn peaks(cluster: &Cluster) -> Result<Vec<u64>> {
     cluster
@@ -30,6 +33,9 @@ async fn two_hundred_jobs_at_once_three_rounds() -> Result<()> {
     let nodes = cluster.nodes.clone();
     let mut rounds = Vec::new();
     for round in 0..3 {
+        for process in cluster.masters.iter().chain(&cluster.clients) {
+            process.reset_peak_memory()?;
+        }
         let mut bodies = Vec::new();
         for n in 0..200 {
             let id = format!("r{round}-m{n}");
@@ -55,7 +61,7 @@ async fn two_hundred_jobs_at_once_three_rounds() -> Result<()> {
         }
         rounds.push(peaks(&cluster)?);
     }
-    println!("peak memory per process after each round, in bytes: {rounds:?}");
+    println!("peak memory per process in each round, in bytes: {rounds:?}");
     for (process, peak) in rounds[2].iter().enumerate() {
         assert!(
             *peak <= PEAK_LIMIT_BYTES,

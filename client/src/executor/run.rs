@@ -31,9 +31,9 @@ use tokio_util::sync::CancellationToken;
 /// a disk or a link busy; each more only holds buffers.
 pub const MAX_ACQUISITIONS: usize = 8;
 /// Tasks that prepare their staging at once: each blocks a thread, and the disk does not get faster.
-pub const MAX_BEGINS: usize = 8;
+pub const MAX_BEGINS: usize = 4;
 /// Copies that are published at once: as for [`MAX_BEGINS`].
-pub const MAX_PUBLISHES: usize = 8;
+pub const MAX_PUBLISHES: usize = 4;
 /// Orders whose fence is made durable at once: each waits for a sync of the same file.
 pub(super) const MAX_OBEYS: usize = 4;
 /// Staging folders that are removed at once.

@@ -70,10 +70,10 @@ pub(super) fn disk_failure(code: &str, error: &dyn std::error::Error) -> TaskFai
 
 /// Most reads of sources (and of what was read) under way at once, in the whole process: each takes a thread, for
 /// as long as a network share may hang.
-const READS: usize = 16;
+const READS: usize = 8;
 /// Most blocks being hashed and written at once, in the whole process. Not of [`READS`]: a source that hangs must
 /// not stop what arrived.
-const WRITES: usize = 16;
+const WRITES: usize = 8;
 
 static READ_TURNS: Semaphore = Semaphore::const_new(READS);
 static WRITE_TURNS: Semaphore = Semaphore::const_new(WRITES);
