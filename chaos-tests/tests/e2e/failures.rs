@@ -65,6 +65,11 @@ async fn seed_failures_say_why_and_leave_nothing() -> Result<()> {
     let job = cluster.wait_ended("missing", JOB).await?;
     assert_seed_failed(&cluster, &job, &["nowhere"]);
 
+    let outside = model.request("outside", "/etc", &nodes[0], &targets)?;
+    cluster.post_job(&outside).await?;
+    let job = cluster.wait_ended("outside", JOB).await?;
+    assert_seed_failed(&cluster, &job, &["--allow-source"]);
+
     source.behave(Behaviour::NotFound);
     let absent = model.request("absent", &source.url, &nodes[0], &targets)?;
     cluster.post_job(&absent).await?;

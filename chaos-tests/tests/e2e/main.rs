@@ -1,5 +1,6 @@
 //! End to end, with real processes: the list of the RFC's "End-to-End Validation" and what must hold.
 
+mod bed;
 mod failover;
 mod failures;
 mod http;

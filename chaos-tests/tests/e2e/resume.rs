@@ -1,172 +1,83 @@
 //! A client killed in the middle resumes from what its journal proves.
 
-use crate::JOB;
+use crate::bed::{Bed, staged_bytes};
 use anyhow::{Context, Result};
-use mooncake_chaos::{Cluster, ClusterOptions, HttpSource, Model};
-use serde_json::Value;
 use std::{
     fs::File,
     os::unix::fs::FileExt,
     path::{Path, PathBuf},
 };
 
+const SIZE: u64 = 32 << 20;
+const RATE: u64 = 6 << 20;
+/// How far the transfer is when something happens to it.
+const EARLY: u64 = 12 << 20;
 /// DESIGN §9: re-fetches ≤ 2 × (outstanding requests × block) + unjournaled bytes (≤ 64 MiB). These models are
 /// smaller than 64 MiB, so the tests hold the clients to the tighter part: what may be outstanding or
 /// younger than one journal flush, at the rates the tests set.
 const REFETCH_BOUND: u64 = 8 << 20;
 
-struct Bed {
-    cluster: Cluster,
-    source: HttpSource,
-    model: Model,
-    nodes: Vec<String>,
-    _dir: tempfile::TempDir,
+async fn start(id: &str) -> Result<Bed> {
+    let mut bed = Bed::start(id, &[("a.bin", SIZE / 2), ("b/c.bin", SIZE / 2)], Some(RATE)).await?;
+    bed.post_to_all(id).await?;
+    Ok(bed)
 }
 
-async fn bed(id: &str, size: u64, rate: u64) -> Result<Bed> {
-    let dir = tempfile::tempdir()?;
-    let model = Model::create(dir.path(), id, &[("a.bin", size / 2), ("b/c.bin", size / 2)])?;
-    let source = HttpSource::start(dir.path()).await?;
-    source.limit_rate(Some(rate));
-    let cluster = Cluster::start(ClusterOptions {
-        allow_sources: vec![source.url.clone()],
-        ..Default::default()
-    })
-    .await?;
-    let nodes = cluster.nodes.clone();
-    Ok(Bed {
-        cluster,
-        source,
-        model,
-        nodes,
-        _dir: dir,
-    })
-}
-
-fn staged_bytes(snapshot: &Value, node: &str) -> u64 {
-    let placements = snapshot["placements"]
-        .as_array()
-        .map(Vec::as_slice)
-        .unwrap_or_default();
-    placements
-        .iter()
-        .find(|p| p["node_id"] == *node)
-        .and_then(|p| p["staged_bytes"].as_u64())
-        .unwrap_or(0)
-}
-
-async fn metric(cluster: &Cluster, client: usize, name: &str) -> Result<u64> {
-    let url = format!("{}/metrics", cluster.client_endpoints[client]);
-    let text = cluster.http.get(url).send().await?.text().await?;
-    let line = text
-        .lines()
-        .find(|l| l.starts_with(name))
-        .with_context(|| format!("no {name} in\n{text}"))?;
-    Ok(line.rsplit(' ').next().context("value")?.parse::<f64>()? as u64)
-}
-
-async fn finish(cluster: &mut Cluster, model: &Model, id: &str) -> Result<()> {
-    let done = cluster.wait_ended(id, JOB).await?;
-    assert_eq!(done["status"], "completed", "{done:#}");
-    for node in 0..cluster.nodes.len() {
-        model.assert_equal(
-            cluster.placement(&done, node)["local_path"]
-                .as_str()
-                .context("path")?,
-        )?;
-    }
+/// Client 2 fetched no more since its start than it lacked, and what the bound allows.
+async fn assert_resumed(bed: &Bed, had: u64) -> Result<()> {
+    let fetched = bed.metric(2, "mooncake_client_fetched_bytes_total").await?;
+    let bound = SIZE - had + REFETCH_BOUND;
+    assert!(
+        fetched <= bound,
+        "had {had} of {SIZE} before the kill, fetched {fetched} after it, bound {bound}"
+    );
     Ok(())
 }
 
 #[tokio::test]
 async fn a_killed_follower_resumes() -> Result<()> {
-    let size = 32 << 20;
-    let Bed {
-        mut cluster,
-        source,
-        model,
-        nodes,
-        _dir,
-    } = bed("follower-kill", size, 6 << 20).await?;
-    let targets: Vec<&str> = nodes.iter().map(String::as_str).collect();
-    let body = model.request("fk", &source.url, &nodes[0], &targets)?;
-    cluster.post_job(&body).await?;
-    let at = cluster
-        .wait_job("fk", JOB, |s| staged_bytes(s, &nodes[2]) > 12 << 20)
-        .await?;
-    cluster.clients[2].kill();
-    let had = staged_bytes(&at, &nodes[2]);
-    cluster.clients[2].start()?;
-    finish(&mut cluster, &model, "fk").await?;
-    let fetched = metric(&cluster, 2, "mooncake_client_fetched_bytes_total").await?;
-    let bound = size - had + REFETCH_BOUND;
-    assert!(
-        fetched <= bound,
-        "had {had} of {size} before the kill, fetched {fetched} after it, bound {bound}"
-    );
-    assert_eq!((source.bytes_served(), source.bytes_served_again()), (size, 0));
-    Ok(())
+    let mut bed = start("follower-kill").await?;
+    let at = bed.wait_bytes("follower-kill", 2, EARLY).await?;
+    bed.cluster.clients[2].kill();
+    bed.cluster.clients[2].start()?;
+    bed.finish("follower-kill").await?;
+    assert_resumed(&bed, staged_bytes(&at, &bed.cluster.nodes[2])).await?;
+    bed.assert_served_once()
 }
 
 #[tokio::test]
 async fn a_killed_seed_resumes_from_a_source_with_ranges() -> Result<()> {
-    let size = 32 << 20;
-    let Bed {
-        mut cluster,
-        source,
-        model,
-        nodes,
-        _dir,
-    } = bed("seed-kill", size, 6 << 20).await?;
-    let body = model.request("sk", &source.url, &nodes[0], &[&nodes[0], &nodes[1], &nodes[2]])?;
-    cluster.post_job(&body).await?;
-    cluster
-        .wait_job("sk", JOB, |s| staged_bytes(s, &nodes[0]) > 12 << 20)
-        .await?;
-    cluster.clients[0].kill();
-    cluster.clients[0].start()?;
-    finish(&mut cluster, &model, "sk").await?;
-    let again = source.bytes_served() - size;
+    let mut bed = start("seed-kill").await?;
+    bed.wait_bytes("seed-kill", 0, EARLY).await?;
+    bed.cluster.clients[0].kill();
+    bed.cluster.clients[0].start()?;
+    bed.finish("seed-kill").await?;
+    let again = bed.source.bytes_served() - SIZE;
     assert!(
         again <= REFETCH_BOUND,
-        "{again} bytes of {size} were served again"
+        "{again} bytes of {SIZE} were served again"
     );
     Ok(())
 }
 
 #[tokio::test]
 async fn a_bit_flipped_while_down_is_found_and_only_that_block_fetched_again() -> Result<()> {
-    let size = 32 << 20;
-    let Bed {
-        mut cluster,
-        source,
-        model,
-        nodes,
-        _dir,
-    } = bed("bitflip", size, 6 << 20).await?;
-    let targets: Vec<&str> = nodes.iter().map(String::as_str).collect();
-    let body = model.request("bf", &source.url, &nodes[0], &targets)?;
-    cluster.post_job(&body).await?;
-    let at = cluster
-        .wait_job("bf", JOB, |s| staged_bytes(s, &nodes[2]) > 12 << 20)
-        .await?;
-    let had = staged_bytes(&at, &nodes[2]);
-    cluster.clients[2].kill();
-    flip_first_data_bit(&cluster.roots[2])?;
-    cluster.clients[2].start()?;
-    finish(&mut cluster, &model, "bf").await?;
+    let mut bed = start("bitflip").await?;
+    let at = bed.wait_bytes("bitflip", 2, EARLY).await?;
+    bed.cluster.clients[2].kill();
+    flip_first_data_bit(&bed.cluster.roots[2])?;
+    bed.cluster.clients[2].start()?;
+    bed.finish("bitflip").await?;
+    let log = bed.cluster.clients[2].log();
+    let rescan = log
+        .lines()
+        .find(|l| l.contains("staging re-hashed"))
+        .context("no rescan in the log")?;
     assert!(
-        cluster.clients[2].log().contains("digest"),
-        "the flip is reported:\n{}",
-        cluster.clients[2].log_tail()
+        rescan.contains("damaged=1"),
+        "exactly one block is found damaged: {rescan}"
     );
-    let fetched = metric(&cluster, 2, "mooncake_client_fetched_bytes_total").await?;
-    let bound = size - had + REFETCH_BOUND;
-    assert!(
-        fetched <= bound,
-        "had {had} of {size}, fetched {fetched}, bound {bound}"
-    );
-    Ok(())
+    assert_resumed(&bed, staged_bytes(&at, &bed.cluster.nodes[2])).await
 }
 
 /// Flips a bit in the first block of the first staging file (the first block arrives early and is journaled).
@@ -192,25 +103,13 @@ fn flip_first_data_bit(root: &Path) -> Result<()> {
 /// A node frozen for less than the grace keeps its work.
 #[tokio::test]
 async fn a_frozen_follower_goes_on() -> Result<()> {
-    let size = 24 << 20;
-    let Bed {
-        mut cluster,
-        source,
-        model,
-        nodes,
-        _dir,
-    } = bed("freeze", size, 6 << 20).await?;
-    let targets: Vec<&str> = nodes.iter().map(String::as_str).collect();
-    let body = model.request("fz", &source.url, &nodes[0], &targets)?;
-    cluster.post_job(&body).await?;
-    cluster
-        .wait_job("fz", JOB, |s| staged_bytes(s, &nodes[1]) > 4 << 20)
-        .await?;
-    cluster.clients[1].signal(rustix::process::Signal::STOP)?;
+    let mut bed = start("freeze").await?;
+    bed.wait_bytes("freeze", 1, EARLY / 3).await?;
+    bed.cluster.clients[1].signal(rustix::process::Signal::STOP)?;
     // Longer than any heartbeat time-out, shorter than the grace: the node is suspected, then back.
-    cluster.wait_node_status(1, "suspected").await?;
-    cluster.clients[1].signal(rustix::process::Signal::CONT)?;
-    finish(&mut cluster, &model, "fz").await?;
-    assert_eq!(source.bytes_served_again(), 0);
+    bed.cluster.wait_node_status(1, "suspected").await?;
+    bed.cluster.clients[1].signal(rustix::process::Signal::CONT)?;
+    bed.finish("freeze").await?;
+    assert_eq!(bed.source.bytes_served_again(), 0);
     Ok(())
 }
