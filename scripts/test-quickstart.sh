@@ -54,7 +54,7 @@ launch() {
     shift
     # Before anybody reads it: the new process may not have come that far.
     : >"$log"
-    env --default-signal=INT,QUIT QUICKSTART_TEST="$tmp" "$quickstart" "$@" >"$log" 2>&1 &
+    env --default-signal=INT,QUIT,HUP,TERM QUICKSTART_TEST="$tmp" "$quickstart" "$@" >"$log" 2>&1 &
     pid=$!
 }
 

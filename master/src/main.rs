@@ -38,9 +38,16 @@ fn main() -> ExitCode {
         Ok(()) => ExitCode::SUCCESS,
         Err(error) => {
             tracing::error!("{error}");
-            ExitCode::FAILURE
+            leave_now()
         }
     }
+}
+
+/// Ends the process with code 1 and runs nothing more. After a failure the store's threads may still be at work:
+/// `exit` would run RocksDB's destructors under them, and now and then die of a signal instead.
+fn leave_now() -> ! {
+    // SAFETY: `_exit` only ends the process; standard error, where the log goes, is not buffered.
+    unsafe { libc::_exit(1) }
 }
 
 fn log_to_stderr(config: &Config) -> Result<(), String> {

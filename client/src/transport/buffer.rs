@@ -4,7 +4,7 @@ use parking_lot::Mutex;
 use std::{ops::Deref, sync::Arc};
 
 /// Most bytes that idle buffers keep. The bytes in use are bounded by the swarm's budget, not here.
-const MAX_IDLE_BYTES: usize = 16 << 20;
+const MAX_IDLE_BYTES: usize = 4 << 20;
 
 /// The idle buffers of one node.
 #[derive(Debug, Default)]
