@@ -141,6 +141,7 @@ impl TestCluster {
                 initial_cluster: initial_cluster.clone(),
                 bootstrap: true,
             };
+            crate::exit::without_destructors();
             let (consensus, sessions) = Consensus::start(consensus_options, rpc_listener).await?;
             let handle = consensus.handle();
             let context = MasterContext::new(handle.clone(), options.clone());

@@ -2,6 +2,8 @@
 
 mod cluster;
 mod errors;
+#[path = "../common/exit.rs"]
+mod exit;
 mod followers;
 mod jobs;
 mod node;

@@ -1,6 +1,8 @@
 //! What the consensus tests share: clusters in this process, masters as processes, questions over the Raft port.
 #![allow(dead_code, reason = "each test file uses its part")]
 
+mod exit;
+
 use std::collections::BTreeMap;
 use std::net::{Ipv4Addr, SocketAddr, TcpListener};
 use std::path::Path;
@@ -167,6 +169,7 @@ impl Setup {
     pub async fn start(&self, id: u64) -> Local {
         let address: SocketAddr = self.members[&id].rpc.parse().unwrap();
         let listener = TcpListener::bind(address).unwrap();
+        exit::without_destructors();
         let (consensus, sessions) = Consensus::start(self.options(id), listener).await.unwrap();
         Local {
             handle: consensus.handle(),
