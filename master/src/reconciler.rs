@@ -85,7 +85,7 @@ async fn lead(ctx: &MasterContext) {
                 "this process stood still: the nodes get a new reconnect window"
             );
             ctx.metrics.stalls.inc();
-            ctx.sessions.facts_mut().observed.leader_since_ms = ctx.now_ms();
+            ctx.sessions.facts_mut().observed.begin_again(ctx.now_ms());
         }
     }
 }

@@ -404,7 +404,7 @@ impl Binary {
     fn start(setup: &Setup, id: u64, more: &[&str]) -> Self {
         let members = mooncake_master::config::InitialCluster(setup.members.clone()).to_string();
         let data = setup.folder.join(format!("m{id}"));
-        let secret = secret_file(&setup.folder, "secret", "the secret of the tests");
+        let secret = setup.secret_file();
         let id_text = id.to_string();
         let address = &setup.members[&id];
         let mut arguments = vec![
@@ -472,15 +472,12 @@ impl Binary {
 
 impl Drop for Binary {
     fn drop(&mut self) {
+        if std::thread::panicking() {
+            eprintln!("process {}: {:#?}", self.child.id(), self.log.lock().unwrap());
+        }
         let _ = self.child.kill();
         let _ = self.child.wait();
     }
-}
-
-fn secret_file(folder: &Path, name: &str, secret: &str) -> PathBuf {
-    let path = folder.join(name);
-    std::fs::write(&path, secret).unwrap();
-    path
 }
 
 #[tokio::test(flavor = "multi_thread")]
@@ -542,7 +539,8 @@ async fn the_binary_elects_hands_over_and_comes_back() {
 async fn a_master_with_another_secret_is_told_so() {
     let folder = tempfile::tempdir().unwrap();
     let setup = Setup::new(folder.path(), 2);
-    let other = secret_file(folder.path(), "other", "the secret of somebody else");
+    let other = folder.path().join("other");
+    std::fs::write(&other, "the secret of somebody else").unwrap();
     let right = Binary::start(&setup, 1, &[]);
     let wrong = Binary::start(&setup, 2, &["--cluster-secret-file", other.to_str().unwrap()]);
     right.says("different cluster secrets").await;

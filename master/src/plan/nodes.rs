@@ -26,19 +26,20 @@ impl<'a> Plan<'a> {
         Some((node, self.session(id, node)?))
     }
 
-    /// Up without a session: suspected, but never before the nodes had the time to find this leader. Suspected:
+    /// Up without a session: suspected, but never before the node had the time to find this leader. Suspected:
     /// down when the grace is over, which goes on from where the last leader left it.
     pub(super) fn judge_nodes(&mut self) {
-        let (now_ms, window_end) = (self.now_ms, self.observed.window_end_ms());
+        let now_ms = self.now_ms;
         let grace_ms = self.observed.config.grace_ms;
         for (id, node) in self.state.nodes() {
             let connected = self.session(id, node).is_some();
+            let counts_from_ms = self.observed.silence_counts_from_ms(id);
             let (status, reason) = match node.status {
-                NodeStatus::Up if !connected && now_ms >= window_end => {
+                NodeStatus::Up if !connected && now_ms >= counts_from_ms => {
                     (NodeStatus::Suspected, "its session was lost".to_owned())
                 }
                 NodeStatus::Suspected
-                    if !connected && now_ms >= window_end.max(node.since_ms.saturating_add(grace_ms)) =>
+                    if !connected && now_ms >= counts_from_ms.max(node.since_ms.saturating_add(grace_ms)) =>
                 {
                     let reason = format!(
                         "it did not come back within the grace of {} s",

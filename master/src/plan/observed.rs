@@ -16,12 +16,15 @@ use std::collections::{BTreeMap, BTreeSet};
 #[derive(Clone, Debug)]
 pub struct Observed {
     /// When this master became leader, or noticed that it had been stalled itself: nobody's silence counts from
-    /// before.
+    /// before. Set by [`Observed::begin_again`].
     pub leader_since_ms: u64,
     /// Time-outs.
     pub config: PlanConfig,
     /// The nodes with an open session, whose registration is committed.
     pub sessions: BTreeMap<NodeId, Session>,
+    /// The nodes whose session ended since [`Observed::leader_since_ms`]: they had found this leader, so that their
+    /// silence counts at once.
+    lost: BTreeSet<NodeId>,
 }
 
 /// Time-outs.
@@ -136,7 +139,14 @@ impl Observed {
             leader_since_ms,
             config,
             sessions: BTreeMap::new(),
+            lost: BTreeSet::new(),
         }
+    }
+
+    /// This master was stalled itself: whatever it believes of the nodes' silence may be its own.
+    pub fn begin_again(&mut self, now_ms: u64) {
+        self.leader_since_ms = now_ms;
+        self.lost.clear();
     }
 
     /// A node registered (the command is committed): its session begins. An older one of the same node is replaced.
@@ -151,19 +161,31 @@ impl Observed {
             reported: BTreeSet::new(),
             sent: BTreeMap::new(),
         };
+        self.lost.remove(&node);
         self.sessions.insert(node.clone(), session);
         self.sessions.get_mut(&node).expect("just inserted")
     }
 
     /// The session ended.
     pub fn close(&mut self, node: &NodeId) {
-        self.sessions.remove(node);
+        if self.sessions.remove(node).is_some() {
+            self.lost.insert(node.clone());
+        }
     }
 
     /// An order was handed to the node's session.
     pub fn sent(&mut self, node: &NodeId, order: &Order, now_ms: u64) {
         if let Some(session) = self.sessions.get_mut(node) {
             session.sent(order, now_ms);
+        }
+    }
+
+    /// From when on the silence of a node without a session counts: at once if this leader had a session with it,
+    /// else when it had the time to find this leader.
+    pub(super) fn silence_counts_from_ms(&self, node: &NodeId) -> u64 {
+        match self.lost.contains(node) {
+            true => self.leader_since_ms,
+            false => self.window_end_ms(),
         }
     }
 

@@ -743,6 +743,38 @@ fn a_new_leader_waits_for_those_who_may_hold_it() {
 }
 
 #[test]
+fn who_had_found_this_leader_is_not_given_time_to_find_it() {
+    let mut sim = Sim::new(2);
+    sim.new_leader();
+    sim.connect(0);
+    sim.connect(1);
+    sim.settle();
+    sim.pass(1_000);
+    sim.kill(1);
+    sim.settle();
+    let status = |sim: &Sim| sim.state.node(&node(1)).unwrap().status;
+    assert_eq!(status(&sim), NodeStatus::Suspected, "in the middle of the window");
+    sim.pass(29_000);
+    assert_eq!(status(&sim), NodeStatus::Suspected);
+    sim.pass(1_000);
+    assert_eq!(
+        status(&sim),
+        NodeStatus::Down,
+        "the grace alone, no window before it"
+    );
+    // But a leader that was stalled itself has to ask anew: the session may have ended of its own silence.
+    let mut sim = Sim::new(2);
+    sim.kill(1);
+    sim.now += 40_000;
+    sim.observed.begin_again(sim.now);
+    sim.settle();
+    assert_eq!(status(&sim), NodeStatus::Up);
+    sim.restart(1);
+    sim.pass(60_000);
+    assert_eq!(status(&sim), NodeStatus::Up);
+}
+
+#[test]
 fn the_grace_goes_on_across_leaders() {
     let mut sim = Sim::new(2);
     sim.kill(1);

@@ -54,8 +54,10 @@ pub fn free_ports<const N: usize>(ip: Ipv4Addr) -> [u16; N] {
     std::array::from_fn(|at| held[at].local_addr().unwrap().port())
 }
 
+const SECRET: &str = "the secret of the tests";
+
 pub fn secret() -> Secret {
-    Secret::new(b"the secret of the tests").unwrap()
+    Secret::new(SECRET.as_bytes()).unwrap()
 }
 
 /// A node registration, which leaves a trace that can be looked for.
@@ -144,12 +146,20 @@ impl Setup {
                 },
             )
         });
-        Self {
+        let setup = Self {
             folder: folder.to_owned(),
             members: members.collect(),
             snapshot_every: 10_000,
             snapshot_keep: 2_000,
-        }
+        };
+        // Once, before any process starts: a second write would show a starting one an empty file.
+        std::fs::write(setup.secret_file(), SECRET).unwrap();
+        setup
+    }
+
+    /// Holds what [`secret`] gives.
+    pub fn secret_file(&self) -> std::path::PathBuf {
+        self.folder.join("secret")
     }
 
     pub fn options(&self, id: u64) -> Options {
