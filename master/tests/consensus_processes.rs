@@ -4,7 +4,6 @@ mod common;
 
 use std::collections::{BTreeMap, BTreeSet};
 use std::io::{BufRead as _, BufReader, Write as _};
-use std::path::{Path, PathBuf};
 use std::process::{Child, ChildStdin, Command as Process, ExitStatus, Stdio};
 use std::sync::{Arc, Mutex};
 use std::time::Duration;
@@ -533,6 +532,60 @@ async fn the_binary_elects_hands_over_and_comes_back() {
         "{:#?}",
         wiped.log.lock().unwrap()
     );
+}
+
+/// The timers are so long that they cannot have been what replaced the leader.
+#[tokio::test(flavor = "multi_thread")]
+async fn a_dead_leader_is_replaced_without_waiting_for_a_time_out() {
+    const NEVER: [&str; 4] = ["--election-min-ms", "600000", "--election-max-ms", "600001"];
+    const STANDS: &str = "standing for election at once";
+    let folder = tempfile::tempdir().unwrap();
+    let setup = Setup::new(folder.path(), 3);
+    let ids = [1, 2, 3];
+    let mut masters: BTreeMap<u64, Binary> = ids
+        .iter()
+        .map(|id| (*id, Binary::start(&setup, *id, &NEVER)))
+        .collect();
+    for _ in 0..3 {
+        let leader = agreed_leader(&setup, &ids).await;
+        let before = probe(&setup.members[&leader].rpc, false).await.unwrap();
+        masters.get_mut(&leader).unwrap().signal("KILL");
+        masters.get_mut(&leader).unwrap().end().await;
+        let rest: Vec<u64> = ids.iter().copied().filter(|id| *id != leader).collect();
+        let next = agreed_leader(&setup, &rest).await;
+        let after = probe(&setup.members[&next].rpc, false).await.unwrap();
+        assert_eq!(after.term, before.term + 1, "one election, one candidate");
+        assert!(masters[&next].said(STANDS));
+        masters.insert(leader, Binary::start(&setup, leader, &NEVER));
+        equal_digests(&setup, &ids, after.applied_index).await;
+    }
+
+    // A frozen leader is not a dead one: its host answers.
+    let leader = agreed_leader(&setup, &ids).await;
+    let term = probe(&setup.members[&leader].rpc, false).await.unwrap().term;
+    masters[&leader].signal("STOP");
+    let rest: Vec<u64> = ids.iter().copied().filter(|id| *id != leader).collect();
+    for _ in 0..20 {
+        for id in &rest {
+            assert_eq!(probe(&setup.members[id].rpc, false).await.unwrap().term, term);
+        }
+        tokio::time::sleep(Duration::from_millis(50)).await;
+    }
+    masters[&leader].signal("CONT");
+    assert_eq!(agreed_leader(&setup, &ids).await, leader);
+
+    // One witness is no quorum.
+    for id in [rest[0], leader] {
+        masters.get_mut(&id).unwrap().signal("KILL");
+        masters.get_mut(&id).unwrap().end().await;
+    }
+    for _ in 0..20 {
+        assert_eq!(
+            probe(&setup.members[&rest[1]].rpc, false).await.unwrap().term,
+            term
+        );
+        tokio::time::sleep(Duration::from_millis(50)).await;
+    }
 }
 
 #[tokio::test(flavor = "multi_thread")]

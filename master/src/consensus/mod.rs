@@ -13,7 +13,9 @@
 //! handed over as [`Sessions`].
 
 mod bootstrap;
+mod early_election;
 mod handle;
+mod inbound;
 mod leadership;
 mod machine;
 mod network;
@@ -375,19 +377,28 @@ async fn start_on_runtime(
         bootstrapping: watch::Sender::new(options.bootstrap && pristine),
         leader_heard: Mutex::default(),
     });
+    let inbound = inbound::Inbound::new();
+    let watchman = early_election::Watchman {
+        raft: raft.clone(),
+        inbound: inbound.clone(),
+        me: shared.identity.node_id,
+    };
     let service = service::Service::new(
         raft.clone(),
         reader.clone(),
         store.snapshot_inbox(),
         Arc::clone(&shared),
+        watchman.clone(),
     );
     let stop_serving = watch::Sender::new(false);
-    let sessions =
-        serve(listener, hello, service, stop_serving.subscribe()).map_err(|error| StartError::Io {
+    let sessions = serve(listener, hello, service, inbound, stop_serving.subscribe()).map_err(|error| {
+        StartError::Io {
             what: "listening on the RPC port",
             error,
-        })?;
+        }
+    })?;
 
+    early_election::spawn(watchman, Arc::clone(&peers));
     let watches = leadership::spawn(&raft, Arc::clone(&shared));
     let handle = Handle {
         inner: Arc::new(handle::Inner {
@@ -443,6 +454,7 @@ fn serve(
     listener: TcpListener,
     hello: Arc<HelloConfig>,
     service: service::Service,
+    inbound: inbound::Inbound,
     mut stop: watch::Receiver<bool>,
 ) -> io::Result<Sessions> {
     listener.set_nonblocking(true)?;
@@ -461,11 +473,14 @@ fn serve(
             let Some(next) = next else { return };
             let Ok(stream) = next else { continue };
             // Sessions that nobody serves fast enough must not stand in front of Raft: they are closed and come back.
-            let (queue, what) = match stream.connect_info().purpose {
-                Purpose::Session => (&session_tx, "session"),
-                _ => (&raft_tx, "Raft"),
+            let (queued, what) = match stream.connect_info().purpose {
+                Purpose::Session => (session_tx.try_send(Ok(stream)).is_ok(), "session"),
+                _ => {
+                    let stream = inbound.track(stream);
+                    (raft_tx.try_send(Ok::<_, io::Error>(stream)).is_ok(), "Raft")
+                }
             };
-            if queue.try_send(Ok(stream)).is_err() {
+            if !queued {
                 tracing::debug!("closed a {what} connection: too many wait to be served");
             }
         }

@@ -109,6 +109,25 @@ impl Peer {
         }
     }
 
+    /// A vote or a pre-vote, by `send`.
+    async fn ask_for_vote<F>(
+        &self,
+        request: &VoteRequest<TypeConfig>,
+        option: &RPCOption,
+        send: impl FnOnce(RaftClient<Channel>, pb::VoteRequest) -> F,
+    ) -> RpcResult<VoteResponse<TypeConfig>>
+    where
+        F: Future<Output = Result<Response<pb::VoteResponse>, Status>>,
+    {
+        let message = wire::vote_request_to_pb(self.route(), request);
+        let response = self
+            .call(Lane::Control, RPCTypes::Vote, within(option), |client| {
+                send(client, message)
+            })
+            .await?;
+        wire::vote_response_from_pb(&response).map_err(malformed)
+    }
+
     fn failed(&self, lane: Lane, status: &Status) -> RPCError<TypeConfig> {
         let (text, refused) = describe(status);
         self.peers
@@ -196,16 +215,8 @@ impl RaftNetworkV2<TypeConfig> for Peer {
         request: VoteRequest<TypeConfig>,
         option: RPCOption,
     ) -> RpcResult<VoteResponse<TypeConfig>> {
-        let message = wire::vote_request_to_pb(self.route(), &request);
-        let response = self
-            .call(
-                Lane::Control,
-                RPCTypes::Vote,
-                within(&option),
-                |mut client| async move { client.vote(message).await },
-            )
-            .await?;
-        wire::vote_response_from_pb(&response).map_err(malformed)
+        let send = |mut client: RaftClient<Channel>, message| async move { client.vote(message).await };
+        self.ask_for_vote(&request, &option, send).await
     }
 
     async fn pre_vote(
@@ -213,16 +224,8 @@ impl RaftNetworkV2<TypeConfig> for Peer {
         request: VoteRequest<TypeConfig>,
         option: RPCOption,
     ) -> RpcResult<VoteResponse<TypeConfig>> {
-        let message = wire::vote_request_to_pb(self.route(), &request);
-        let response = self
-            .call(
-                Lane::Control,
-                RPCTypes::Vote,
-                within(&option),
-                |mut client| async move { client.pre_vote(message).await },
-            )
-            .await?;
-        wire::vote_response_from_pb(&response).map_err(malformed)
+        let send = |mut client: RaftClient<Channel>, message| async move { client.pre_vote(message).await };
+        self.ask_for_vote(&request, &option, send).await
     }
 
     async fn transfer_leader(

@@ -17,6 +17,7 @@ use parking_lot::Mutex;
 use tokio::sync::{Semaphore, watch};
 use tonic::{Request, Response, Status, Streaming};
 
+use super::early_election::Watchman;
 use super::{Identity, MasterRaft, StateReader, wire};
 
 /// Snapshots received at once: one from the leader, one that a deposed leader has not given up yet.
@@ -48,6 +49,7 @@ pub(crate) struct Service {
     pub(crate) reader: StateReader,
     pub(crate) inbox: SnapshotInbox,
     pub(crate) shared: Arc<Shared>,
+    pub(crate) watchman: Watchman,
     pub(crate) incoming: Semaphore,
     /// The last refusal that was logged, so that one stray master does not fill the log. Held for a comparison.
     pub(crate) refused: Mutex<Option<(String, Instant)>>,
@@ -62,12 +64,14 @@ impl Service {
         reader: StateReader,
         inbox: SnapshotInbox,
         shared: Arc<Shared>,
+        watchman: Watchman,
     ) -> Self {
         Self {
             raft,
             reader,
             inbox,
             shared,
+            watchman,
             incoming: Semaphore::new(MAX_INCOMING_SNAPSHOTS),
             refused: Mutex::default(),
         }
@@ -299,6 +303,16 @@ impl raft_server::Raft for Service {
             .await
             .map_err(stopped)?;
         Ok(Response::new(wire::transfer_response_to_pb(&response)))
+    }
+
+    async fn leader_gone(
+        &self,
+        request: Request<pb::LeaderGoneRequest>,
+    ) -> Result<Response<pb::LeaderGoneResponse>, Status> {
+        self.check(&request, request.get_ref().route.as_ref())?;
+        let leader = wire::vote_from_pb(request.get_ref().leader.as_ref()).map_err(malformed)?;
+        let seen = self.watchman.witness(&leader).await;
+        Ok(Response::new(wire::leader_gone_to_pb(&seen)))
     }
 
     async fn probe(&self, request: Request<pb::ProbeRequest>) -> Result<Response<pb::ProbeResponse>, Status> {

@@ -14,6 +14,8 @@ use openraft::raft::{
 };
 use openraft::vote::RaftLeaderId as _;
 
+use super::early_election::Witness;
+
 /// A message that does not make sense.
 #[derive(Debug, Clone, PartialEq, Eq, thiserror::Error)]
 #[error("malformed Raft message: {0}")]
@@ -45,6 +47,27 @@ pub fn vote_from_pb(vote: Option<&pb::Vote>) -> Result<Vote> {
     Ok(match vote.committed {
         true => Vote::new_committed(vote.term, vote.node_id),
         false => Vote::new(vote.term, vote.node_id),
+    })
+}
+
+pub fn leader_gone_to_pb(seen: &std::result::Result<Witness, &'static str>) -> pb::LeaderGoneResponse {
+    match seen {
+        Ok(witness) => pb::LeaderGoneResponse {
+            gone: true,
+            against: String::new(),
+            last_log_id: witness.last_log_id.as_ref().map(log_id_to_pb),
+        },
+        Err(against) => pb::LeaderGoneResponse {
+            gone: false,
+            against: (*against).to_owned(),
+            last_log_id: None,
+        },
+    }
+}
+
+pub fn leader_gone_from_pb(answer: &pb::LeaderGoneResponse) -> Option<Witness> {
+    answer.gone.then(|| Witness {
+        last_log_id: answer.last_log_id.as_ref().map(log_id_from_pb),
     })
 }
 
