@@ -8,17 +8,19 @@ use crate::{
     plan::PlanConfig,
     session::Sessions,
 };
+use futures_util::{FutureExt as _, TryFutureExt as _};
 use mooncake_proto::{digest::Algorithm, hello::HelloStream};
 use mooncake_state::Limits;
 use std::{
     io,
+    panic::AssertUnwindSafe,
     sync::{
         Arc,
         atomic::{AtomicBool, Ordering},
     },
     time::Duration,
 };
-use tokio::sync::{Notify, Semaphore};
+use tokio::sync::{Notify, Semaphore, watch};
 use tokio_stream::Stream;
 use tokio_util::{sync::CancellationToken, task::TaskTracker};
 
@@ -201,6 +203,34 @@ pub struct Serving {
     /// Sessions, reconciler and watchers end.
     rest: CancellationToken,
     tasks: TaskTracker,
+    /// The first part that ended although nobody stopped it.
+    failed: watch::Receiver<Option<Arc<str>>>,
+}
+
+/// Runs a part without which this master must not go on: if it ends before `stop`, by itself or by a panic, that is
+/// told to [`Serving::failed`]. A leader without a reconciler would take jobs and never do them.
+async fn vital(
+    what: &'static str,
+    part: impl Future<Output = Result<(), String>>,
+    stop: CancellationToken,
+    failed: watch::Sender<Option<Arc<str>>>,
+) {
+    let outcome = AssertUnwindSafe(part).catch_unwind().await;
+    if stop.is_cancelled() {
+        return;
+    }
+    let why = match outcome {
+        Ok(Ok(())) => format!("{what} ended"),
+        Ok(Err(error)) => format!("{what} ended: {error}"),
+        Err(_) => format!("{what} panicked; the log above says where"),
+    };
+    failed.send_if_modified(|first| {
+        let is_first = first.is_none();
+        if is_first {
+            *first = Some(why.into());
+        }
+        is_first
+    });
 }
 
 impl Serving {
@@ -213,23 +243,60 @@ impl Serving {
         let listener = tokio::net::TcpListener::from_std(http)?;
         let (http, rest) = (ctx.stopping.clone(), CancellationToken::new());
         let tasks = TaskTracker::new();
-        tasks.spawn(crate::http::serve(ctx.clone(), listener, http.clone()));
+        let (failing, failed) = watch::channel(None);
+        let port = crate::http::serve(ctx.clone(), listener, http.clone());
+        tasks.spawn(vital(
+            "the HTTP port",
+            port.map(Ok),
+            http.clone(),
+            failing.clone(),
+        ));
         let served = crate::session::serve(ctx.clone(), sessions, rest.clone());
-        tasks.spawn(async move {
-            if let Err(error) = served.await {
-                tracing::error!(%error, "the node sessions ended");
-            }
-        });
-        tasks.spawn(ctx.clone().watch_changes(rest.clone()));
-        tasks.spawn(ctx.clone().watch_leader(rest.clone()));
-        tasks.spawn(crate::reconciler::run(ctx.clone(), rest.clone()));
+        tasks.spawn(vital(
+            "the node sessions' port",
+            served.map_err(|error| error.to_string()),
+            rest.clone(),
+            failing.clone(),
+        ));
+        tasks.spawn(vital(
+            "the watch on changes",
+            ctx.clone().watch_changes(rest.clone()).map(Ok),
+            rest.clone(),
+            failing.clone(),
+        ));
+        tasks.spawn(vital(
+            "the watch on the leader",
+            ctx.clone().watch_leader(rest.clone()).map(Ok),
+            rest.clone(),
+            failing.clone(),
+        ));
+        let reconciler = crate::reconciler::run(ctx.clone(), rest.clone());
+        tasks.spawn(vital(
+            "the reconciler",
+            reconciler.map(Ok),
+            rest.clone(),
+            failing.clone(),
+        ));
         tasks.close();
         Ok(Self {
             ctx,
             http,
             rest,
             tasks,
+            failed,
         })
+    }
+
+    /// Waits until a part ends although nobody stopped it, and says which and why: the process must end then.
+    pub fn failed(&self) -> impl Future<Output = Arc<str>> + use<> {
+        let mut failed = self.failed.clone();
+        async move {
+            match failed.wait_for(Option::is_some).await.map(|why| why.clone()) {
+                Ok(Some(why)) => why,
+                // All parts have ended, stopped.
+                _ => std::future::pending().await,
+            }
+        }
     }
 
     /// What it all shares.
@@ -255,5 +322,33 @@ impl Drop for Serving {
     fn drop(&mut self) {
         self.http.cancel();
         self.rest.cancel();
+    }
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+
+    #[tokio::test]
+    async fn a_part_that_ends_by_itself_is_told() {
+        let run = async |part: futures_util::future::BoxFuture<'static, Result<(), String>>,
+                         stopped: bool| {
+            let (failing, failed) = watch::channel(None);
+            let stop = CancellationToken::new();
+            if stopped {
+                stop.cancel();
+            }
+            vital("the part", part, stop, failing).await;
+            failed.borrow().as_deref().map(str::to_owned)
+        };
+        let text = run(async { panic!("on purpose") }.boxed(), false).await;
+        assert!(text.unwrap().contains("the part panicked"));
+        let text = run(async { Err("no port".to_owned()) }.boxed(), false).await;
+        assert_eq!(text.unwrap(), "the part ended: no port");
+        assert_eq!(
+            run(async { Ok(()) }.boxed(), false).await.unwrap(),
+            "the part ended"
+        );
+        assert_eq!(run(async { Ok(()) }.boxed(), true).await, None, "it was stopped");
     }
 }

@@ -31,23 +31,17 @@ fn main() -> ExitCode {
             return ExitCode::FAILURE;
         }
     };
-    let outcome = runtime.block_on(server::run(config));
-    // Not waiting for blocking work: everything durable was waited for.
-    runtime.shutdown_background();
-    match outcome {
-        Ok(()) => ExitCode::SUCCESS,
+    let code = match runtime.block_on(server::run(config)) {
+        Ok(()) => 0,
         Err(error) => {
             tracing::error!("{error}");
-            leave_now()
+            1
         }
-    }
-}
-
-/// Ends the process with code 1 and runs nothing more. After a failure the store's threads may still be at work:
-/// `exit` would run RocksDB's destructors under them, and now and then die of a signal instead.
-fn leave_now() -> ! {
+    };
+    // Everything durable was waited for. Threads of the store may still be at work, after a failure or when it was
+    // stopped while it opened: `exit` would run RocksDB's destructors under them, and now and then die of a signal.
     // SAFETY: `_exit` only ends the process; standard error, where the log goes, is not buffered.
-    unsafe { libc::_exit(1) }
+    unsafe { libc::_exit(code) }
 }
 
 fn log_to_stderr(config: &Config) -> Result<(), String> {

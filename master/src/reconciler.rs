@@ -61,7 +61,6 @@ pub(crate) async fn run(ctx: Arc<MasterContext>, cancel: CancellationToken) {
 
 /// One term's work; never returns by itself.
 async fn lead(ctx: &MasterContext) {
-    set_limits(ctx).await;
     let mut applied = ctx.consensus.applied();
     let tick = ctx.options.tick;
     loop {
@@ -115,6 +114,7 @@ enum Worked {
 }
 
 async fn cycle(ctx: &MasterContext) -> Worked {
+    set_limits(ctx).await;
     let reports = {
         let mut facts = ctx.sessions.facts_mut();
         for node in facts.close_lost(Instant::now(), ctx.options.suspect_after) {

@@ -123,6 +123,7 @@ impl Running {
         let name = tokio::select! {
             name = signals.next() => name,
             reason = handle.failed() => return Err(RunError::Failed(reason)),
+            reason = self.serving.failed() => return Err(RunError::Failed(reason)),
             error = self.consensus.bootstrap_failed() => return Err(RunError::Bootstrap(error)),
         };
         tracing::info!(signal = name, "stopping; a second signal stops at once");

@@ -28,9 +28,10 @@ pub trait StateMachine: Send + Sync + 'static {
         let _ = membership;
     }
 
-    /// The whole state as bytes, which [`restore`](Self::restore) takes back. Called under the read lock:
-    /// nothing is applied meanwhile, readers go on.
-    fn snapshot(&self) -> Vec<u8>;
+    /// The whole state as bytes, which [`restore`](Self::restore) takes back. Called under the read lock, so it
+    /// only takes a copy, which should be cheap; what it returns is called without the lock, on a blocking thread, and
+    /// does the encoding.
+    fn snapshot(&self) -> Box<dyn FnOnce() -> Vec<u8> + Send>;
 
     /// Replaces the whole state by that of a snapshot. On an error the old state must be kept: the error
     /// is reported and the process stops.

@@ -23,7 +23,7 @@ const SUFFIX: &str = ".snap";
 const PARTIAL_SUFFIX: &str = ".partial";
 
 /// A received snapshot larger than this is refused before a byte of it is written: the state it holds has to
-/// fit in memory, and the replicated state is bounded far below (jobs and ids are kept in bounded numbers).
+/// fit in memory, and the state machine bounds what it keeps to about a quarter of this.
 pub const MAX_SNAPSHOT_BYTES: u64 = 8 * 1024 * 1024 * 1024;
 
 /// One step of a replacement; the place before it is where a test crashes.

@@ -5,8 +5,10 @@
 //! saved. So after a start the state may be older than before the crash until the leader's commit index is known:
 //! wait for `Raft::wait_for_recovery` before serving.
 
+use std::any::Any;
 use std::io;
 use std::ops::Deref;
+use std::panic::AssertUnwindSafe;
 use std::sync::Arc;
 
 use futures_util::{Stream, StreamExt as _};
@@ -130,6 +132,12 @@ impl<M: StateMachine> StateMachineStore<M> {
     }
 }
 
+fn panic_text(panic: &(dyn Any + Send)) -> String {
+    let text = panic.downcast_ref::<&str>().map(|text| (*text).to_owned());
+    text.or_else(|| panic.downcast_ref::<String>().cloned())
+        .unwrap_or_else(|| "applying a log entry panicked".to_owned())
+}
+
 fn count(last_applied: &Option<LogId>) -> u64 {
     last_applied.map_or(0, |id| id.index().saturating_add(1))
 }
@@ -153,7 +161,14 @@ impl<M: StateMachine> RaftStateMachine<TypeConfig> for StateMachineStore<M> {
             let reply = {
                 let mut applied = self.shared.applied.write();
                 let reply = match entry.payload {
-                    EntryPayload::Normal(command) => Reply(applied.machine.apply(id, &command.0)),
+                    EntryPayload::Normal(command) => {
+                        // A machine that panics may be half changed: nobody may see it again.
+                        let apply = AssertUnwindSafe(|| applied.machine.apply(id, &command.0));
+                        Reply(
+                            std::panic::catch_unwind(apply)
+                                .map_err(|panic| self.fatal.set(panic_text(&*panic)))?,
+                        )
+                    }
                     EntryPayload::Blank => {
                         applied.machine.applied_blank(id);
                         Reply::default()
@@ -182,12 +197,15 @@ impl<M: StateMachine> RaftStateMachine<TypeConfig> for StateMachineStore<M> {
         // applied. On a blocking thread, because a large state takes a while.
         let shared = Arc::clone(&self.shared);
         let copied = tokio::task::spawn_blocking(move || {
-            let applied = shared.applied.read();
-            let meta = SnapshotMeta {
-                last_log_id: applied.last_applied,
-                last_membership: applied.membership.clone(),
+            let (meta, encode) = {
+                let applied = shared.applied.read();
+                let meta = SnapshotMeta {
+                    last_log_id: applied.last_applied,
+                    last_membership: applied.membership.clone(),
+                };
+                (meta, applied.machine.snapshot())
             };
-            (meta, applied.machine.snapshot())
+            (meta, encode())
         })
         .await
         .map_err(|error| io::Error::other(format!("the state machine's snapshot failed: {error}")));

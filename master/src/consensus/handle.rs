@@ -334,11 +334,6 @@ impl Handle {
         AppliedWatch(self.inner.reader.progress())
     }
 
-    /// The number of entries applied (the last one's index plus 1), to wait on; see [`Handle::applied`].
-    pub fn progress(&self) -> watch::Receiver<u64> {
-        self.inner.reader.progress()
-    }
-
     /// What entries change, as they are applied. A listener that lags gets `Lagged` and must look at everything.
     pub fn changes(&self) -> broadcast::Receiver<Change> {
         self.inner.changes.subscribe()

@@ -76,8 +76,10 @@ impl StateMachine for Machine {
         codec::encode(REPLY_VERSION, &applied.reply)
     }
 
-    fn snapshot(&self) -> Vec<u8> {
-        self.state.encode_snapshot()
+    fn snapshot(&self) -> Box<dyn FnOnce() -> Vec<u8> + Send> {
+        // The blobs, which are most of it, are shared with the copy.
+        let state = self.state.clone();
+        Box::new(move || state.encode_snapshot())
     }
 
     fn restore(&mut self, snapshot: &[u8]) -> Result<(), String> {
@@ -105,7 +107,7 @@ mod tests {
 
         let (mut other, changes) = Machine::new();
         let mut changes = changes.subscribe();
-        other.restore(&machine.snapshot()).unwrap();
+        other.restore(&machine.snapshot()()).unwrap();
         assert_eq!(other.state().digest(), machine.state().digest());
         assert!(matches!(changes.try_recv().unwrap(), Change::Everything));
     }

@@ -41,30 +41,6 @@ pub fn plan(state: &State, observed: &Observed, now_ms: u64) -> Vec<Intent> {
     plan.intents
 }
 
-/// When [`plan`] may next have something to do although nothing changed: the nearest of its time-outs.
-pub fn next_wake_ms(state: &State, observed: &Observed, now_ms: u64) -> Option<u64> {
-    let window_end = Some(observed.window_end_ms());
-    let silent = state
-        .nodes()
-        .filter(|(id, node)| {
-            node.status == mooncake_proto::api::NodeStatus::Suspected && !observed.sessions.contains_key(*id)
-        })
-        .map(|(_, node)| node.since_ms.saturating_add(observed.config.grace_ms))
-        .min();
-    let retry = state
-        .wanted_models()
-        .filter_map(|m| state.artifact(m))
-        .flat_map(|a| a.placements.values())
-        .map(|p| p.not_before_ms)
-        .filter(|at| *at > now_ms)
-        .min();
-    [window_end, silent, retry, state.next_deadline_ms()]
-        .into_iter()
-        .flatten()
-        .filter(|at| *at > now_ms)
-        .min()
-}
-
 /// One call of [`plan`].
 struct Plan<'a> {
     state: &'a State,

@@ -233,8 +233,8 @@ impl<'a> Plan<'a> {
 
     /// An attempt that stands still although its node is connected (its peers cannot be reached, its source gives
     /// nothing, its disk hangs) has failed: so that its attempts run out, with a reason, instead of never ending.
-    /// A copy has nothing to go on with while the download stands still, so it is only judged once that is sealed;
-    /// and who has every byte has only to publish.
+    /// A copy has nothing to go on with while the download stands still, so it is only judged once that is sealed.
+    /// Who has every byte has still to publish, and its disk may hang in that too.
     pub(super) fn judge_standstill(&mut self) {
         let limit_ms = self.observed.config.no_progress_ms;
         if limit_ms == 0 {
@@ -251,14 +251,13 @@ impl<'a> Plan<'a> {
                 let running = artifact
                     .placements
                     .get(id)
-                    .filter(|p| p.state == PlacementState::Acquiring && p.fence == sent.fence && !p.whole);
+                    .filter(|p| p.state == PlacementState::Acquiring && p.fence == sent.fence);
                 let Some(placement) = running else { continue };
                 // From when it was told of the seal: its clock begins again with that.
                 let told = sent.seal.is_some() && sent.seal == artifact.seal;
                 let judged = placement.kind == TaskKind::Acquire || (told && artifact.acquiring.is_none());
                 let held = session.holdings.get(model).map_or(0, |h| h.verified_bytes);
-                let whole = held.max(sent.verified_bytes) >= artifact.total_size_bytes;
-                if !judged || whole || self.now_ms < sent.moved_ms.saturating_add(limit_ms) {
+                if !judged || self.now_ms < sent.moved_ms.saturating_add(limit_ms) {
                     continue;
                 }
                 self.intents.push(Intent::Propose(Command::ReportFailed {
@@ -271,7 +270,14 @@ impl<'a> Plan<'a> {
                     },
                     failure: Failure {
                         code: "no_progress".into(),
-                        message: standstill(id, placement.kind, sent, artifact.total_size_bytes, limit_ms),
+                        message: standstill(
+                            id,
+                            placement.kind,
+                            sent,
+                            held,
+                            artifact.total_size_bytes,
+                            limit_ms,
+                        ),
                         retryable: true,
                     },
                     verified_bytes: sent.verified_bytes.max(held),
@@ -439,8 +445,22 @@ impl<'a> Plan<'a> {
 /// Most peers that are named to a person.
 const NAMED_PEERS: usize = 4;
 
-fn standstill(id: &NodeId, kind: TaskKind, sent: &Sent, total_bytes: u64, limit_ms: u64) -> String {
-    let bytes = sent.verified_bytes;
+fn standstill(
+    id: &NodeId,
+    kind: TaskKind,
+    sent: &Sent,
+    held_bytes: u64,
+    total_bytes: u64,
+    limit_ms: u64,
+) -> String {
+    let bytes = sent.verified_bytes.max(held_bytes);
+    if bytes >= total_bytes {
+        return format!(
+            "node {id} is connected and has verified all {total_bytes} bytes, but has not published them for {} s: look \
+             at its disk and its log",
+            limit_ms / 1000
+        );
+    }
     let stands = format!(
         "node {id} is connected, but has stood still at {bytes} of {total_bytes} bytes for {} s",
         limit_ms / 1000

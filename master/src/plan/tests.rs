@@ -511,8 +511,9 @@ fn a_failure_that_may_pass_is_tried_again_after_a_pause() {
         (JobStatus::Seeding, 1),
         "it waits"
     );
-    let wake = next_wake_ms(&sim.state, &sim.observed, sim.now).unwrap();
-    sim.now = wake;
+    let retry = sim.state.artifact(&model(0)).unwrap().placements[&node(0)].not_before_ms;
+    assert!(retry > sim.now);
+    sim.now = retry;
     sim.settle();
     assert_eq!((sim.status(0), sim.downloads()), (JobStatus::Completed, 2));
 }
@@ -594,13 +595,8 @@ fn a_follower_that_dies_fails_after_the_grace() {
     sim.kill(1);
     sim.settle();
     assert_eq!(sim.state.node(&node(1)).unwrap().status, NodeStatus::Suspected);
-    let lost_ms = sim.now;
     sim.pass(29_000);
     assert_eq!(sim.status(0), JobStatus::Replicating);
-    assert_eq!(
-        next_wake_ms(&sim.state, &sim.observed, sim.now),
-        Some(lost_ms + 30_000)
-    );
     sim.pass(1_000);
     assert_eq!(
         sim.views(0),
@@ -1075,6 +1071,31 @@ fn a_copy_that_stands_still_fails_and_says_whom_it_could_not_reach() {
         "{error}"
     );
     assert_eq!(*sim.fake(1).orders.last().unwrap(), "revoke");
+}
+
+#[test]
+fn a_node_that_has_every_byte_and_does_not_publish_fails_too() {
+    let mut sim = Sim::new(3);
+    sim.observed.config.no_progress_ms = 600_000;
+    sim.create(0, 0, 0, &[0, 1]);
+    sim.fake(1).paused = true;
+    sim.settle();
+    let total = sim.state.artifact(&model(0)).unwrap().total_size_bytes;
+    for failures in 1..=2 {
+        let fence = sim.observed.sessions[&node(1)].sent[&model(0)].fence;
+        let now = sim.now;
+        let session = sim.observed.sessions.get_mut(&node(1)).unwrap();
+        session.moved(&model(0), fence, total, now);
+        sim.now += 599_999;
+        sim.settle();
+        assert_eq!(sim.job(0).views[1].failures, failures - 1);
+        sim.now += 1;
+        sim.settle();
+        assert_eq!(sim.job(0).views[1].failures, failures);
+        sim.pass(1_000);
+    }
+    let error = sim.job(0).last_error.clone().unwrap();
+    assert!(error.contains("has not published"), "{error}");
 }
 
 #[test]

@@ -302,8 +302,9 @@ impl Opening {
         let epoch = self.ctx.consensus.state().recovery_epoch();
         if highest.recovery_epoch > epoch {
             tracing::error!(%node, node_epoch = highest.recovery_epoch, epoch,
-                "this node obeyed a later recovery epoch than the log has: the masters were restored from an old state; \
-                 it will refuse every order until the epoch is raised");
+                "this node obeyed a later recovery epoch than the log has, so it refuses every order: these masters hold an \
+                 older state than ones that led it before. If those are the right ones, start them instead; else restore \
+                 these from a backup again, which raises the epoch");
         }
     }
 

@@ -3,9 +3,7 @@
 use crate::{state::State, types::*};
 use mooncake_proto::{
     api::*,
-    digest::Digest,
     ids::{JobId, ModelRef, NodeId},
-    manifest::Manifest,
     time::rfc3339,
 };
 use std::collections::BTreeMap;
@@ -35,18 +33,6 @@ pub struct LiveProgress {
     pub bytes_per_second: u64,
     /// The node has shown a sign of life of this task in this session.
     pub running: bool,
-}
-
-/// Manifests already decoded, so that a lookup over all artifacts is not linear in their encoded size.
-pub trait Manifests {
-    /// The manifest of this digest.
-    fn get(&self, digest: &Digest) -> Option<std::sync::Arc<Manifest>>;
-}
-
-impl Manifests for State {
-    fn get(&self, digest: &Digest) -> Option<std::sync::Arc<Manifest>> {
-        self.manifest(digest).map(Into::into)
-    }
 }
 
 impl State {
@@ -162,28 +148,6 @@ impl State {
             .artifacts
             .range::<ModelRef, _>((start, Unbounded))
             .map(|(model, _)| model)
-    }
-
-    /// `GET /api/v1/objects?key=`: every artifact that has such an object, and which live nodes hold it whole: by
-    /// the state those that hold the artifact. Linear in the number of artifacts.
-    pub fn object_lookup(&self, key: &str, manifests: &dyn Manifests) -> ObjectLookup {
-        let objects = self.data.artifacts.iter().filter_map(|(model, artifact)| {
-            let manifest = manifests.get(&artifact.manifest)?;
-            let (file, chunk) = manifest.find_object(key)?;
-            let file = &manifest.files[file];
-            let range = file.chunk_range(chunk);
-            Some(ObjectView {
-                model_ref: model.clone(),
-                path: file.path.clone(),
-                offset_bytes: range.start,
-                size_bytes: range.end - range.start,
-                nodes: self.holders(artifact).cloned().collect(),
-            })
-        });
-        ObjectLookup {
-            key: key.to_owned(),
-            objects: objects.collect(),
-        }
     }
 }
 

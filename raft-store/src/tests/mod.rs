@@ -41,8 +41,9 @@ impl StateMachine for Chain {
         self.count.to_le_bytes().to_vec()
     }
 
-    fn snapshot(&self) -> Vec<u8> {
-        postcard::to_allocvec(self).unwrap()
+    fn snapshot(&self) -> Box<dyn FnOnce() -> Vec<u8> + Send> {
+        let copy = self.clone();
+        Box::new(move || postcard::to_allocvec(&copy).unwrap())
     }
 
     fn restore(&mut self, snapshot: &[u8]) -> Result<(), String> {

@@ -13,6 +13,12 @@ use mooncake_proto::{
 };
 use std::collections::{BTreeMap, BTreeSet};
 
+/// Most jobs that are not finished: each costs every plan some work, and every master some kilobytes.
+const MAX_LIVE_JOBS: usize = 10_000;
+/// Most bytes of manifests and source lists that are kept. A manifest takes a few kilobytes, unless it names a million
+/// objects one by one: there is room for dozens of those.
+const MAX_KEPT_BLOB_BYTES: u64 = 2 << 30;
+
 impl Apply<'_> {
     pub(super) fn create_job(&mut self, create: &CreateJob) -> Reply {
         if let Some(job) = self.state.job(&create.job) {
@@ -27,7 +33,7 @@ impl Apply<'_> {
                 false => Reply::JobConflict,
             };
         }
-        if let Err(reply) = self.check_create(create) {
+        if let Err(reply) = self.check_create(create).and_then(|()| self.check_room()) {
             return reply;
         }
         let (manifest, manifest_bytes, sources, sources_bytes) = match self.create_blobs(create) {
@@ -79,6 +85,25 @@ impl Apply<'_> {
             .collect();
         if !unknown.is_empty() {
             return Err(Reply::UnknownNodes(unknown));
+        }
+        Ok(())
+    }
+
+    /// What the cluster holds must fit into every master's memory, and into a snapshot.
+    fn check_room(&self) -> Result<(), Reply> {
+        let live = self.state.data.jobs.len() - self.state.index.terminal.len();
+        if live >= MAX_LIVE_JOBS {
+            let detail =
+                format!("{live} jobs are not finished yet, which is the limit; wait for some to end");
+            return Err(Reply::Overloaded { detail });
+        }
+        let blob_bytes: u64 = self.state.data.blobs.values().map(|b| b.content.len()).sum();
+        if blob_bytes > MAX_KEPT_BLOB_BYTES {
+            let detail = format!(
+                "the manifests of {} model versions take {blob_bytes} bytes, above the limit of {MAX_KEPT_BLOB_BYTES}; larger                  chunks, or object ids that are derived from the prefix, make smaller manifests",
+                self.state.data.artifacts.len()
+            );
+            return Err(Reply::Overloaded { detail });
         }
         Ok(())
     }
@@ -458,7 +483,9 @@ impl Apply<'_> {
         let total = job.total_size_bytes;
         let views = &mut self.job_mut(id).views;
         for (at, bytes) in progress {
-            if let Some(view) = views.get_mut(*at as usize).filter(|v| !v.is_finished()) {
+            // What a reader saw live just before is what stays: only what runs is shown live.
+            let running = |v: &&mut View| v.state == PlacementState::Acquiring;
+            if let Some(view) = views.get_mut(*at as usize).filter(running) {
                 view.staged_bytes = view.staged_bytes.max((*bytes).min(total));
             }
         }

@@ -94,8 +94,19 @@ impl Apply<'_> {
         if node.status == NodeStatus::Down {
             return stale("a node that is down comes back by registering");
         }
+        // Up, it may say goodbye; but a job that names it may have been created since that was decided: then the
+        // grace runs, as after a crash.
+        let left = node.status == NodeStatus::Up && status == NodeStatus::Down;
+        let status = match left && self.state.is_needed(id) {
+            true => NodeStatus::Suspected,
+            false => status,
+        };
+        let Some(node) = self.state.data.nodes.get_mut(id) else {
+            return stale("the node is not registered");
+        };
         node.status = status;
-        node.since_ms = now;
+        // Another time than the one the verdict saw, so that the same verdict again is stale.
+        node.since_ms = now.max(seen_since_ms.saturating_add(1));
         node.reason = (status != NodeStatus::Up).then(|| reason.to_owned());
         if status == NodeStatus::Down {
             self.node_went_down(id, reason);

@@ -492,7 +492,7 @@ fn the_generator_reaches_every_ending() {
     );
     let mut statuses = std::collections::BTreeMap::<JobStatus, u32>::new();
     let (mut shared, mut source_changed, mut regenerated) = (0, 0, 0);
-    for _ in 0..300 {
+    for _ in 0..400 {
         let ops = ops().new_tree(&mut runner).unwrap().current();
         let mut state = State::new();
         run(&mut state, &ops).unwrap();

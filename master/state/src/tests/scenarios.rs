@@ -70,12 +70,6 @@ fn the_happy_path() {
             (TaskType::Copy, Succeeded, 4)
         ]
     );
-    let found = w.state.object_lookup("m0/r1/chunk-003", &w.state);
-    assert_eq!(found.objects[0].nodes, [node(0), node(1), node(2)]);
-    assert_eq!(
-        (found.objects[0].offset_bytes, found.objects[0].size_bytes),
-        (3 * MIB / 4, MIB / 4)
-    );
 }
 
 #[test]
@@ -665,6 +659,19 @@ fn a_verdict_on_an_older_silence_does_not_count() {
     };
     assert!(w.apply(down).is_refusal());
     assert_eq!(w.state.node(&node(0)).unwrap().status, NodeStatus::Suspected);
+}
+
+#[test]
+fn a_goodbye_that_crosses_a_new_job_costs_it_only_the_grace() {
+    let mut w = World::new(2);
+    // The leader saw no job and proposed the verdict; the job was committed before it.
+    w.create(0, 0, 0, &[0, 1]);
+    assert_eq!(w.status(1, NodeStatus::Down), Reply::Done);
+    assert_eq!(w.state.node(&node(1)).unwrap().status, NodeStatus::Suspected);
+    assert!(w.job(0).views.iter().all(|v| !v.is_finished()));
+    // Suspected, and the grace is over: nothing protects it any more.
+    assert_eq!(w.status(1, NodeStatus::Down), Reply::Done);
+    assert_eq!(w.state.node(&node(1)).unwrap().status, NodeStatus::Down);
 }
 
 #[test]
