@@ -57,8 +57,7 @@ pub fn render(sources: &Sources) -> Result<String, fmt::Error> {
         Info::new(vec![("version", env!("CARGO_PKG_VERSION").to_owned())]),
     );
     let Totals {
-        fetched_bytes,
-        refetched_bytes,
+        moved,
         outcomes,
         running,
     } = sources.reports.totals();
@@ -70,12 +69,17 @@ pub fn render(sources: &Sources) -> Result<String, fmt::Error> {
     bytes(
         "fetched",
         "Payload read from sources and peers, repeats included",
-        fetched_bytes,
+        moved.fetched_bytes,
     );
     bytes(
         "refetched",
-        "Payload read again although it was read before",
-        refetched_bytes,
+        "Payload read again although it was read and taken before",
+        moved.refetched_bytes,
+    );
+    bytes(
+        "duplicate",
+        "Payload that arrived and was not taken: a second copy of a block, or an answer that came too late",
+        moved.duplicate_bytes,
     );
     bytes("served", "Payload sent to other nodes", (sources.served_bytes)());
 

@@ -57,9 +57,13 @@ pub const CODE_CANCELED: &str = "canceled";
 pub struct TransferCounters {
     /// Payload bytes read from outside (source or peers), discarded ones included.
     pub fetched_bytes: AtomicU64,
-    /// Of these, bytes read once more although they (or some of them) had been read before in this process:
-    /// after a connection was cut, or because a peer was bad.
+    /// Of these, bytes read once more although they had been read before in this process and were taken: they were
+    /// lost again, were not what their sender had announced, or came in part before a connection was cut.
     pub refetched_bytes: AtomicU64,
+    /// Of these, bytes that arrived and were not taken, because the block was held or being verified already
+    /// (the second copy that the end of a transfer asks for, or an answer that a cancel did not overtake) or
+    /// because nobody waited for them any more (their sender had been left meanwhile).
+    pub duplicate_bytes: AtomicU64,
 }
 
 impl TransferCounters {
@@ -73,7 +77,17 @@ impl TransferCounters {
         self.refetched_bytes.fetch_add(bytes, Ordering::Relaxed);
     }
 
-    /// Both counts: (fetched, refetched).
+    /// Counts bytes that arrived and were not taken.
+    pub fn add_duplicate(&self, bytes: u64) {
+        self.duplicate_bytes.fetch_add(bytes, Ordering::Relaxed);
+    }
+
+    /// Bytes that arrived and were not taken.
+    pub fn duplicate(&self) -> u64 {
+        self.duplicate_bytes.load(Ordering::Relaxed)
+    }
+
+    /// (fetched, refetched).
     pub fn load(&self) -> (u64, u64) {
         (
             self.fetched_bytes.load(Ordering::Relaxed),

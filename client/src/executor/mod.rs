@@ -20,7 +20,7 @@ mod transfer;
 
 pub use decide::{Action, Ask, Current, Head, Phase, Refusal, TaskKind, decide};
 pub use order::{AcquireOrder, Layout, Order, OrderError, ReplicateOrder, Secretive, What};
-pub use reports::{Cursor, Live, MAX_BAD_SOURCES, MAX_OUTCOMES, Outcome, Reports, Totals};
+pub use reports::{Cursor, Live, MAX_BAD_SOURCES, MAX_OUTCOMES, Moved, Outcome, Reports, Totals};
 pub use run::{MAX_ACQUISITIONS, MAX_BEGINS, MAX_PUBLISHES, publish_failure, store_failure};
 pub use transfer::{AcquireJob, Boxed, FetchJob, Transfer};
 

@@ -170,8 +170,8 @@ struct Inner {
     refusals: VecDeque<pb::TaskReport>,
     version: u64,
     ended: usize,
-    /// (fetched, refetched) of tasks that are not in `entries` any more, or have ended.
-    past_bytes: (u64, u64),
+    /// Of tasks that are not in `entries` any more, or have ended.
+    past_bytes: Moved,
     outcomes: BTreeMap<(TaskKind, &'static str), u64>,
 }
 
@@ -179,19 +179,35 @@ impl Inner {
     /// Keeps the counts of a task that goes.
     fn absorb(&mut self, live: Option<&Live>) {
         let Some(live) = live else { return };
-        let (fetched, refetched) = live.counters.load();
-        self.past_bytes.0 += fetched;
-        self.past_bytes.1 += refetched;
+        self.past_bytes.add(&live.counters);
+    }
+}
+
+/// Payload that was moved.
+#[derive(Clone, Copy, Debug, Default, PartialEq, Eq)]
+pub struct Moved {
+    /// From sources and peers.
+    pub fetched_bytes: u64,
+    /// Of these, fetched again.
+    pub refetched_bytes: u64,
+    /// Of these, not taken.
+    pub duplicate_bytes: u64,
+}
+
+impl Moved {
+    fn add(&mut self, counters: &TransferCounters) {
+        let (fetched, refetched) = counters.load();
+        self.fetched_bytes += fetched;
+        self.refetched_bytes += refetched;
+        self.duplicate_bytes += counters.duplicate();
     }
 }
 
 /// Counts since the start of the process, for metrics.
 #[derive(Clone, Debug, Default, PartialEq, Eq)]
 pub struct Totals {
-    /// From sources and peers.
-    pub fetched_bytes: u64,
-    /// Of these, fetched again.
-    pub refetched_bytes: u64,
+    /// By all tasks.
+    pub moved: Moved,
     /// Changes of outcome by kind and name.
     pub outcomes: BTreeMap<(TaskKind, &'static str), u64>,
     /// Tasks that have not ended, by kind.
@@ -349,15 +365,14 @@ impl Reports {
     pub fn totals(&self) -> Totals {
         let inner = self.inner.lock();
         let mut totals = Totals {
-            fetched_bytes: inner.past_bytes.0,
-            refetched_bytes: inner.past_bytes.1,
+            moved: inner.past_bytes,
             outcomes: inner.outcomes.clone(),
             running: BTreeMap::new(),
         };
         for entry in inner.entries.values().filter(|e| !e.outcome.is_end()) {
-            let (fetched, refetched) = entry.live.as_ref().map_or((0, 0), |l| l.counters.load());
-            totals.fetched_bytes += fetched;
-            totals.refetched_bytes += refetched;
+            if let Some(live) = &entry.live {
+                totals.moved.add(&live.counters);
+            }
             *totals.running.entry(entry.kind).or_default() += 1;
         }
         totals
@@ -466,7 +481,7 @@ mod tests {
         }
         let totals = reports.totals();
         assert_eq!(
-            (totals.fetched_bytes, totals.running.len()),
+            (totals.moved.fetched_bytes, totals.running.len()),
             (5, 0),
             "counted once, after the end too"
         );

@@ -100,8 +100,8 @@ pub(super) struct Fetch {
     listed: BTreeMap<String, Listed>,
     next_peer: PeerIndex,
     events: mpsc::Sender<Event>,
-    /// Blocks of which some bytes came before in this fetch.
-    received: Bits,
+    /// Blocks that were taken before in this fetch, whatever became of them.
+    taken: Bits,
     /// Position in [`Artifact::added`].
     seen: usize,
     pub(super) tasks: JoinSet<Done>,
@@ -137,7 +137,7 @@ impl Fetch {
             next_peer: 0,
             // Replaced in `run`, which keeps the other end.
             events: mpsc::channel(1).0,
-            received: Bits::new(blocks),
+            taken: Bits::new(blocks),
             seen: 0,
             tasks: JoinSet::new(),
             writing: 0,
@@ -348,28 +348,42 @@ impl Fetch {
     }
 
     fn block(&mut self, peer: PeerIndex, block: u32, bytes: BlockBuffer, permit: OwnedSemaphorePermit) {
-        self.counters.add_fetched(bytes.len() as u64);
-        if !self.received.set(block) {
-            self.counters.add_refetched(bytes.len() as u64);
+        let len = bytes.len() as u64;
+        self.counters.add_fetched(len);
+        if !self.take(peer, block, bytes, permit) {
+            self.counters.add_duplicate(len);
         }
+    }
+
+    /// Whether the bytes were of use: they are being verified and written then.
+    fn take(
+        &mut self,
+        peer: PeerIndex,
+        block: u32,
+        bytes: BlockBuffer,
+        permit: OwnedSemaphorePermit,
+    ) -> bool {
         let Some(session) = self.sessions.get_mut(&peer) else {
-            return;
+            return false;
         };
         let Some((_, promised)) = session.requests.remove(&block) else {
-            return;
+            return false;
         };
         let now_us = self.now_us();
         // The peer is held to its own word; if another word counts by now, the bytes are of no use.
         if self.words.expected(block) != Some(promised) {
             self.chooser.declined(peer, block, Decline::Canceled, now_us);
-            return;
+            return false;
         }
         let delivery = self.chooser.delivered(peer, block, bytes.len() as u64, now_us);
         for other in delivery.cancel {
             self.cancel(other, block);
         }
         if !delivery.wanted {
-            return;
+            return false;
+        }
+        if !self.taken.set(block) {
+            self.counters.add_refetched(bytes.len() as u64);
         }
         #[cfg(test)]
         let promised = match self.swarm.config.trust_anything {
@@ -388,6 +402,7 @@ impl Fetch {
             let result = write.await.expect("writing a block does not panic");
             Done::Written { peer, block, result }
         });
+        true
     }
 
     fn cancel(&self, peer: PeerIndex, block: u32) {

@@ -411,6 +411,9 @@ async fn six_nodes_and_one_copy_out_of_the_seed() {
             "{}: fetched {fetched}, refetched {refetched}",
             n.node_id
         );
+        // What the end of a transfer asks for twice was not lost.
+        assert_eq!(refetched, 0, "{}", n.node_id);
+        assert_eq!(fetched - n.counters.duplicate(), m.total_size_bytes);
     }
     let out = a.swarm.stats().uploaded_blocks.load(Ordering::Relaxed);
     assert!(out <= 110, "{out} blocks left the seed, 100 are needed");
@@ -466,7 +469,8 @@ async fn a_corrupt_peer_is_reported_and_left() {
     assert_eq!(reports[0].node_id, bad.node_id);
     assert!(reports[0].reason.contains("announced"), "{reports:?}");
     // A peer of which nothing was verified yet gets one block to prove itself.
-    let (fetched, _) = b.counters.load();
+    let (fetched, refetched) = b.counters.load();
+    assert_eq!(refetched, u64::from(BLOCK), "what was damaged came again");
     assert_eq!(
         fetched - b.artifact.blocks().total_bytes(),
         u64::from(BLOCK),
