@@ -215,8 +215,9 @@ impl fmt::Display for Entry {
     }
 }
 
-/// Whether `url` is `prefix` or below it. Dot segments (encoded ones too) were resolved by the URL parser.
+/// Whether `url` is `prefix` or below it; with credentials in it, it is not: an entry has none. Dot segments (encoded ones too) were resolved by the URL parser.
 fn url_below(prefix: &Url, url: &Url) -> bool {
+    let plain = url.username().is_empty() && url.password().is_none();
     let origin = prefix.scheme() == url.scheme()
         && prefix.host() == url.host()
         && prefix.port_or_known_default() == url.port_or_known_default();
@@ -236,7 +237,7 @@ fn url_below(prefix: &Url, url: &Url) -> bool {
             .replace("%2e", ".");
         lower.contains(['/', '\\']) && lower.split(['/', '\\']).any(|part| part == "..")
     });
-    origin && !climbs && path.starts_with(base)
+    plain && origin && !climbs && path.starts_with(base)
 }
 
 #[cfg(test)]
@@ -271,6 +272,8 @@ mod tests {
             "https://host/models/x%2F..%2F..%2Fsecret",
             "https://host/models/..%5Csecret",
             "http://[::1]/x",
+            "https://user@host/models/a",
+            "https://user:secret@host/models/a",
         ] {
             assert!(!list.allows_url(&url(bad)), "{bad}");
         }

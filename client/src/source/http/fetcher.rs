@@ -70,7 +70,7 @@ impl Target {
 /// Makes the requests of one acquisition.
 ///
 /// It sends no credentials at all: no `Authorization`, no cookies, no referrer, so that there are none that a
-/// redirect could carry to another origin. Proxies (`HTTPS_PROXY`, `HTTP_PROXY`, `ALL_PROXY`, `NO_PROXY`)
+/// redirect could carry to another origin; and a redirect to a URL that holds some is refused. Proxies (`HTTPS_PROXY`, `HTTP_PROXY`, `ALL_PROXY`, `NO_PROXY`)
 /// are honoured; where one is used it resolves names, and its own rules decide where they may lead.
 pub(in crate::source) struct Fetcher {
     client: Client,
@@ -209,6 +209,7 @@ impl Fetcher {
             };
             next.set_fragment(None);
             tracing::debug!(file = %file.path, from = %redact(&url), to = %redact(&next), "redirected");
+            // A URL with credentials is never on the list.
             if !self.allow.allows_url(&next) {
                 if origin_scope.is_none() {
                     let host = target.origin.host_str().unwrap_or_default();

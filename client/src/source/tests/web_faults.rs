@@ -442,6 +442,20 @@ async fn redirects_that_are_not_followed() {
         );
         assert!(!failure.message.contains("u:p"));
     }
+    // Not even to a place that is allowed: the credentials would be sent.
+    let d = data.clone();
+    let server = Server::start(move |r| match r.path.as_str() {
+        "/f" => {
+            let to = format!("http://u:p@{}/g", r.header("host").unwrap());
+            Reply::sized(&format!("302 Found\nLocation: {to}"), b"")
+        }
+        _ => good(&d, "\"v1\"", r),
+    })
+    .await;
+    let result = node.acquire_from(&server.url("f")).await;
+    let failure = failed(result, "redirect_refused", false, &["user name or password"]);
+    assert!(!failure.message.contains("u:p"));
+    assert_eq!(server.requests().len(), 1);
     let server = redirect("/f").await;
     failed(
         node.acquire_from(&server.url("f")).await,
