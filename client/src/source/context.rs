@@ -1,6 +1,10 @@
 //! What the parts of one acquisition share, and their way to the disk.
 
-use super::{AllowList, Location, SourceConfig, http::Fetcher, limits};
+use super::{
+    AllowList, Location, SourceConfig,
+    http::Fetcher,
+    limits::{self, Stuck},
+};
 use crate::{
     store::Artifact,
     task::{TaskFailure, TransferCounters},
@@ -11,11 +15,9 @@ use std::{
     fmt::Display,
     ops::Range,
     sync::{Arc, OnceLock},
+    time::Duration,
 };
-use tokio::{
-    sync::Semaphore,
-    task::{JoinError, JoinHandle},
-};
+use tokio::task::{JoinError, JoinHandle};
 use tokio_util::task::TaskTracker;
 
 /// One file to read.
@@ -45,6 +47,18 @@ impl SourceFile {
         )
     }
 
+    /// It was not read: others have everything that is needed for it, and do not give it back.
+    pub(super) fn no_room(&self, what: &str, limit: Duration) -> TaskFailure {
+        TaskFailure::retryable(
+            "source_unavailable",
+            format!(
+                "{} (the source of '{}') was not read: none of the {what} that sources on this machine share came back \
+                 for {limit:?}, so that reads of it or of others hang: check the network shares and the disk",
+                self.location, self.path
+            ),
+        )
+    }
+
     /// The source is not what it was when this acquisition began.
     pub(super) fn changed(&self, how: impl Display) -> TaskFailure {
         TaskFailure::retryable(
@@ -68,16 +82,6 @@ pub(super) fn disk_failure(code: &str, error: &dyn std::error::Error) -> TaskFai
     }
 }
 
-/// Most reads of sources (and of what was read) under way at once, in the whole process: each takes a thread, for
-/// as long as a network share may hang.
-const READS: usize = 8;
-/// Most blocks being hashed and written at once, in the whole process. Not of [`READS`]: a source that hangs must
-/// not stop what arrived.
-const WRITES: usize = 8;
-
-static READ_TURNS: Semaphore = Semaphore::const_new(READS);
-static WRITE_TURNS: Semaphore = Semaphore::const_new(WRITES);
-
 pub(super) struct Context {
     pub(super) artifact: Arc<Artifact>,
     pub(super) allow: AllowList,
@@ -88,7 +92,7 @@ pub(super) struct Context {
     fetcher: OnceLock<Result<Fetcher, TaskFailure>>,
     /// Files whose blocks proved wrong and may not have been forgotten yet. A leaf lock.
     condemned: Mutex<Vec<Range<u32>>>,
-    /// Every disk operation under way.
+    /// Everything under way that may touch the artifact. Calls to sources do not.
     tracker: TaskTracker,
 }
 
@@ -99,7 +103,7 @@ impl Context {
         counters: Arc<TransferCounters>,
         config: SourceConfig,
     ) -> Self {
-        let buffers = limits::Buffers::new(artifact.blocks().block_size());
+        let buffers = limits::Buffers::new(&artifact);
         Self {
             artifact,
             allow,
@@ -119,42 +123,70 @@ impl Context {
             .map_err(TaskFailure::clone)
     }
 
-    /// Runs `work` where it may block, in turn.
-    fn run<T: Send + 'static>(
+    /// Calls a source on this machine where it may block. A network share that hangs must not hang the job for
+    /// ever: the call keeps its turn for as long as it takes, but nobody waits for it any more.
+    pub(super) async fn call_source<T: Send + 'static>(
         &self,
-        turns: &'static Semaphore,
+        file: &SourceFile,
         work: impl FnOnce() -> Result<T, TaskFailure> + Send + 'static,
-    ) -> JoinHandle<Result<T, TaskFailure>> {
-        self.tracker.spawn(async move {
-            let turn = turns.acquire().await.expect("never closed");
-            let work = tokio::task::spawn_blocking(move || {
-                let result = work();
-                drop(turn);
-                result
-            });
-            finished(work.await)
-        })
+    ) -> Result<T, TaskFailure> {
+        let limit = self.config.no_progress_timeout;
+        let turn = self.buffers.call(limit).await;
+        let turn = turn.map_err(|Stuck| file.no_room("turns", limit))?;
+        let call = tokio::task::spawn_blocking(move || {
+            let result = work();
+            drop(turn);
+            result
+        });
+        match tokio::time::timeout(limit, call).await {
+            Ok(result) => finished(result),
+            Err(_) => Err(TaskFailure::retryable(
+                "source_unavailable",
+                format!(
+                    "{} (the source of '{}') gave nothing for {limit:?}: check the disk or the network share",
+                    file.location, file.path
+                ),
+            )),
+        }
     }
 
-    /// Runs `work` where it may block. It goes on to its end even if nobody waits for it any more; `drain`
-    /// does.
-    pub(super) async fn blocking<T: Send + 'static>(
+    /// A buffer for a block of a source on this machine.
+    pub(super) async fn local_buffer(&self, file: &SourceFile) -> Result<limits::Buffer, TaskFailure> {
+        let limit = self.config.no_progress_timeout;
+        let taken = self.buffers.take_local(limit).await;
+        taken.map_err(|Stuck| file.no_room("buffers", limit))
+    }
+
+    /// Works on what is staged, where it may block. Once begun it goes on to its end even if nobody waits for it any
+    /// more; `drain` does.
+    pub(super) async fn on_disk<T: Send + 'static>(
         &self,
         work: impl FnOnce() -> Result<T, TaskFailure> + Send + 'static,
     ) -> Result<T, TaskFailure> {
-        finished(self.run(&READ_TURNS, work).await)
+        // Here and not in the task: who is canceled leaves the line.
+        let turn = limits::DISK_TURNS.acquire().await.expect("never closed");
+        let work = self.tracker.spawn_blocking(move || {
+            let result = work();
+            drop(turn);
+            result
+        });
+        finished(work.await)
     }
 
     /// Hashes and writes one block; it needs nobody to wait for it.
     pub(super) fn write(&self, file: &SourceFile, block: u32, buffer: limits::Buffer) -> Writing {
         let artifact = self.artifact.clone();
         let token = file.writes.token();
-        let handle = self.run(&WRITE_TURNS, move || {
-            let _until_done = token;
-            artifact
-                .write_own_block(block, &buffer.bytes)
-                .map(drop)
-                .map_err(|e| disk_failure(e.code(), &e))
+        let handle = self.tracker.spawn(async move {
+            let turn = limits::WRITE_TURNS.acquire().await.expect("never closed");
+            let work = tokio::task::spawn_blocking(move || {
+                let _until_done = (token, turn);
+                artifact
+                    .write_own_block(block, &buffer.bytes)
+                    .map(drop)
+                    .map_err(|e| disk_failure(e.code(), &e))
+            });
+            finished(work.await)
         });
         Writing(handle)
     }
@@ -195,7 +227,7 @@ impl Context {
             return Ok(());
         }
         let artifact = self.artifact.clone();
-        self.blocking(move || {
+        self.on_disk(move || {
             artifact.forget(&held).map_err(|e| {
                 let message = format!(
                     "cannot discard blocks of {} that proved wrong: {e}",
@@ -207,7 +239,7 @@ impl Context {
         .await
     }
 
-    /// Waits until no disk operation of this acquisition is under way, or gives up waiting.
+    /// Waits until nothing of this acquisition touches the artifact, or gives up waiting.
     pub(super) async fn drain(&self) {
         quiet(&self.tracker).await;
     }
@@ -239,8 +271,6 @@ pub(super) async fn quiet(tracker: &TaskTracker) {
         .await
         .is_err()
     {
-        tracing::warn!(
-            "disk operations of an ended transfer still go on: is the disk or a network share stuck?"
-        );
+        tracing::warn!("disk operations of an ended transfer still go on: is the disk stuck?");
     }
 }

@@ -64,7 +64,7 @@ async fn step(
     let blocks: Range<u32> = next..file.blocks.end;
     let path = file.path.clone();
     context
-        .blocking(move || {
+        .on_disk(move || {
             let mut hashed = 0u64;
             let mut next = blocks.start;
             while next < blocks.end && hashed < limits::HASH_STEP_BYTES && artifact.has(next) {

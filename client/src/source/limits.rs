@@ -1,12 +1,18 @@
 //! The bounds of everything that reads sources, shared by all acquisitions of the process.
 
+use crate::store::Artifact;
+use parking_lot::Mutex;
 use std::{
-    sync::{Arc, LazyLock},
+    collections::HashMap,
+    path::PathBuf,
+    pin::pin,
+    sync::{
+        Arc, LazyLock, Weak,
+        atomic::{AtomicU64, Ordering},
+    },
     time::Duration,
 };
 use tokio::sync::{OwnedSemaphorePermit, Semaphore};
-
-use parking_lot::Mutex;
 
 /// Most block buffers at once, in the whole process: enough for every connection to fill one block while its
 /// last one is hashed and written. Of blocks of the largest size that is 64 MiB, small beside a node's memory;
@@ -15,9 +21,20 @@ pub const MAX_BUFFERS: usize = 16;
 /// Of these, most that sources on this machine may have: a read from a network share that hangs keeps its
 /// buffer until the kernel gives up, and the web must go on meanwhile.
 pub const MAX_LOCAL_BUFFERS: usize = 12;
-/// And most that one acquisition may have for them: four blocks keep a disk busy, and one share that hangs
-/// leaves the others theirs.
+/// And most that the acquisitions of one artifact may have for them: four blocks keep a disk busy, and one share
+/// that hangs leaves the others theirs.
 pub const MAX_LOCAL_BUFFERS_PER_TASK: usize = 4;
+/// Most calls under way at once to sources on this machine (look, open, read), in the whole process: each takes a
+/// thread, for as long as a network share may hang.
+pub const SOURCE_CALLS: usize = 16;
+/// And most for one artifact, whatever became of the attempt that made them: shares of three models that hang
+/// leave room.
+pub const SOURCE_CALLS_PER_TASK: usize = 4;
+/// Most steps under way at once in what was staged (hashing, syncing, forgetting), in the whole process. Not of
+/// [`SOURCE_CALLS`]: a source that hangs must not stop what arrived.
+pub const DISK_STEPS: usize = 8;
+/// Most blocks being hashed and written at once, in the whole process.
+pub const WRITES: usize = 8;
 /// Most HTTP requests under way at once, in the whole process. 12 blocks leave room in
 /// [`MAX_BUFFERS`] even if every connection stalls with a block half filled.
 pub const CONNECTIONS: usize = 12;
@@ -72,9 +89,15 @@ impl Default for SourceConfig {
     }
 }
 
-static BUFFERS: LazyLock<Arc<Semaphore>> = LazyLock::new(|| Arc::new(Semaphore::new(MAX_BUFFERS)));
-static LOCAL_BUFFERS: LazyLock<Arc<Semaphore>> =
-    LazyLock::new(|| Arc::new(Semaphore::new(MAX_LOCAL_BUFFERS)));
+static BUFFERS: LazyLock<Bound> = LazyLock::new(|| Bound::new(MAX_BUFFERS));
+static LOCAL_BUFFERS: LazyLock<Bound> = LazyLock::new(|| Bound::new(MAX_LOCAL_BUFFERS));
+static CALLS: LazyLock<Bound> = LazyLock::new(|| Bound::new(SOURCE_CALLS));
+/// By staging folder. Held for a look-up.
+static SHARES: LazyLock<Mutex<HashMap<PathBuf, Weak<Share>>>> = LazyLock::new(Mutex::default);
+/// For [`DISK_STEPS`].
+pub(super) static DISK_TURNS: Semaphore = Semaphore::const_new(DISK_STEPS);
+/// For [`WRITES`].
+pub(super) static WRITE_TURNS: Semaphore = Semaphore::const_new(WRITES);
 static CONNECTION_PERMITS: LazyLock<Arc<Semaphore>> = LazyLock::new(|| Arc::new(Semaphore::new(CONNECTIONS)));
 static HASHER_PERMITS: LazyLock<Arc<Semaphore>> = LazyLock::new(|| Arc::new(Semaphore::new(HASHERS)));
 
@@ -96,52 +119,144 @@ pub(super) async fn hasher() -> OwnedSemaphorePermit {
     permit(&HASHER_PERMITS, 1).await
 }
 
+/// A number of things for which many wait in line.
+#[derive(Debug)]
+struct Bound {
+    permits: Arc<Semaphore>,
+    /// How often one was given back.
+    returned: Arc<AtomicU64>,
+}
+
+/// For as long as was waited, nobody gave anything back: whoever has it hangs.
+#[derive(Debug)]
+pub(super) struct Stuck;
+
+#[derive(Debug)]
+struct Permit {
+    _permit: OwnedSemaphorePermit,
+    returned: Arc<AtomicU64>,
+}
+
+impl Drop for Permit {
+    fn drop(&mut self) {
+        self.returned.fetch_add(1, Ordering::Relaxed);
+    }
+}
+
+impl Bound {
+    fn new(number: usize) -> Self {
+        Self {
+            permits: Arc::new(Semaphore::new(number)),
+            returned: Arc::default(),
+        }
+    }
+
+    /// Waits in line, however long, while the line moves; gives up once it stood still for `patience`.
+    async fn take(&self, patience: Duration) -> Result<Permit, Stuck> {
+        let mut turn = pin!(permit(&self.permits, 1));
+        let mut seen = self.returned.load(Ordering::Relaxed);
+        loop {
+            if let Ok(permit) = tokio::time::timeout(patience, turn.as_mut()).await {
+                return Ok(Permit {
+                    _permit: permit,
+                    returned: self.returned.clone(),
+                });
+            }
+            let now = self.returned.load(Ordering::Relaxed);
+            if now == seen {
+                return Err(Stuck);
+            }
+            seen = now;
+        }
+    }
+}
+
+/// What calls to the sources of one artifact may take, over all its attempts: a call that hangs keeps its part when
+/// its attempt has ended, so that the next attempt does not take another one.
+#[derive(Debug)]
+struct Share {
+    calls: Bound,
+    buffers: Bound,
+}
+
+impl Share {
+    fn of(artifact: &Artifact) -> Arc<Self> {
+        let mut shares = SHARES.lock();
+        shares.retain(|_, share| share.strong_count() > 0);
+        if let Some(share) = shares.get(artifact.staging_folder()).and_then(Weak::upgrade) {
+            return share;
+        }
+        let share = Arc::new(Self {
+            calls: Bound::new(SOURCE_CALLS_PER_TASK),
+            buffers: Bound::new(MAX_LOCAL_BUFFERS_PER_TASK),
+        });
+        shares.insert(artifact.staging_folder().to_owned(), Arc::downgrade(&share));
+        share
+    }
+}
+
+/// The right to have one call to a source on this machine under way.
+#[derive(Debug)]
+pub(super) struct Call {
+    _permits: [Permit; 2],
+    _share: Arc<Share>,
+}
+
 /// Block buffers of one acquisition: reused, and counted against the process's [`MAX_BUFFERS`].
 #[derive(Debug)]
 pub(super) struct Buffers {
     block_size: usize,
-    /// See [`MAX_LOCAL_BUFFERS_PER_TASK`].
-    local: Arc<Semaphore>,
+    share: Arc<Share>,
     /// Buffers not in use; a leaf lock, held for a push or a pop.
     free: Mutex<Vec<Vec<u8>>>,
 }
 
 impl Buffers {
-    pub(super) fn new(block_size: u32) -> Arc<Self> {
+    pub(super) fn new(artifact: &Artifact) -> Arc<Self> {
         Arc::new(Self {
-            block_size: block_size as usize,
-            local: Arc::new(Semaphore::new(MAX_LOCAL_BUFFERS_PER_TASK)),
+            block_size: artifact.blocks().block_size() as usize,
+            share: Share::of(artifact),
             free: Mutex::default(),
+        })
+    }
+
+    /// Waits for the right to call a source on this machine.
+    pub(super) async fn call(&self, patience: Duration) -> Result<Call, Stuck> {
+        let own = self.share.calls.take(patience).await?;
+        Ok(Call {
+            _permits: [own, CALLS.take(patience).await?],
+            _share: self.share.clone(),
         })
     }
 
     /// An empty buffer with room for one block. Whoever waits here must not hold a buffer that only more
     /// waiting could free.
-    pub(super) async fn take(self: &Arc<Self>) -> Buffer {
-        self.take_within(&[]).await
+    pub(super) async fn take(self: &Arc<Self>, patience: Duration) -> Result<Buffer, Stuck> {
+        self.take_within(&[&BUFFERS], patience).await
     }
 
-    /// The same, for a source on this machine.
-    pub(super) async fn take_local(self: &Arc<Self>) -> Buffer {
-        self.take_within(&[&self.local, &LOCAL_BUFFERS]).await
+    /// The same, for a source on this machine. The narrower bound first: who waits for it takes nothing from the
+    /// others.
+    pub(super) async fn take_local(self: &Arc<Self>, patience: Duration) -> Result<Buffer, Stuck> {
+        self.take_within(&[&self.share.buffers, &LOCAL_BUFFERS, &BUFFERS], patience)
+            .await
     }
 
-    /// The narrower bound first: who waits for it takes nothing from the others.
-    async fn take_within(self: &Arc<Self>, bounds: &[&Arc<Semaphore>]) -> Buffer {
-        let mut permits = Vec::with_capacity(bounds.len() + 1);
-        for bound in bounds.iter().copied().chain([&*BUFFERS]) {
-            permits.push(permit(bound, 1).await);
+    async fn take_within(self: &Arc<Self>, bounds: &[&Bound], patience: Duration) -> Result<Buffer, Stuck> {
+        let mut permits = Vec::with_capacity(bounds.len());
+        for bound in bounds {
+            permits.push(bound.take(patience).await?);
         }
         let bytes = self
             .free
             .lock()
             .pop()
             .unwrap_or_else(|| Vec::with_capacity(self.block_size));
-        Buffer {
+        Ok(Buffer {
             bytes,
             pool: self.clone(),
             _permits: permits,
-        }
+        })
     }
 }
 
@@ -149,8 +264,9 @@ impl Buffers {
 #[derive(Debug)]
 pub(super) struct Buffer {
     pub(super) bytes: Vec<u8>,
+    /// Keeps the share, too.
     pool: Arc<Buffers>,
-    _permits: Vec<OwnedSemaphorePermit>,
+    _permits: Vec<Permit>,
 }
 
 impl Drop for Buffer {
@@ -162,5 +278,30 @@ impl Drop for Buffer {
         if free.len() < CONNECTIONS {
             free.push(bytes);
         }
+    }
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+
+    #[tokio::test]
+    async fn a_line_that_moves_is_waited_in_and_one_that_stands_still_is_left() {
+        // Each turn is a fraction of the patience; all of them are more.
+        let (patience, held) = (Duration::from_secs(2), Duration::from_millis(500));
+        let bound = Bound::new(1);
+        let turn = async || {
+            let _permit = bound.take(patience).await?;
+            tokio::time::sleep(held).await;
+            Ok::<_, Stuck>(())
+        };
+        let turns = futures_util::future::join_all((0..6).map(|_| turn())).await;
+        assert!(turns.iter().all(Result::is_ok), "{turns:?}");
+
+        let patience = Duration::from_millis(1);
+        let hangs = bound.take(patience).await.unwrap();
+        assert!(bound.take(patience).await.is_err());
+        drop(hangs);
+        assert!(bound.take(patience).await.is_ok());
     }
 }

@@ -9,7 +9,6 @@
 use super::{
     AllowList, Location,
     context::{Context, SourceFile},
-    limits::Buffer,
 };
 use crate::task::TaskFailure;
 use futures_util::{StreamExt, stream::FuturesUnordered};
@@ -113,11 +112,32 @@ fn cannot_read(file: &SourceFile, error: &io::Error) -> TaskFailure {
     }
 }
 
+/// A source that is open.
+struct Source(Option<File>);
+
+impl Source {
+    fn file(&self) -> &File {
+        self.0.as_ref().expect("until it is dropped")
+    }
+}
+
+impl Drop for Source {
+    /// Closing may wait for a network share, too.
+    fn drop(&mut self) {
+        let file = self.0.take();
+        match tokio::runtime::Handle::try_current() {
+            Ok(runtime) => drop(runtime.spawn_blocking(move || drop(file))),
+            Err(_) => drop(file),
+        }
+    }
+}
+
 /// Whether a file's source can be read, now.
 pub(super) async fn look(context: &Arc<Context>, file: &SourceFile) -> Result<(), TaskFailure> {
     let (looked_at, what) = (context.clone(), file.clone());
-    let opened = context.blocking(move || open(&looked_at.allow, &what).map(drop));
-    in_time(context, file, opened).await
+    context
+        .call_source(file, move || open(&looked_at.allow, &what).map(drop))
+        .await
 }
 
 /// Copies what is missing of one file.
@@ -131,10 +151,13 @@ pub(super) async fn fetch(context: &Arc<Context>, file: &Arc<SourceFile>) -> Res
         return Ok(());
     }
     let (looked_at, what) = (context.clone(), file.clone());
-    let opened = context.blocking(move || open(&looked_at.allow, &what));
-    let (source, version) = in_time(context, file, opened).await?;
-    // Advice only: some filesystems have none to take.
-    let _ = rustix::fs::fadvise(&source, 0, None, rustix::fs::Advice::Sequential);
+    let opened = context.call_source(file, move || {
+        let (source, version) = open(&looked_at.allow, &what)?;
+        // Advice only: some filesystems have none to take.
+        let _ = rustix::fs::fadvise(&source, 0, None, rustix::fs::Advice::Sequential);
+        Ok((Source(Some(source)), version))
+    });
+    let (source, version) = opened.await?;
     let source = Arc::new(source);
     let mut copies = FuturesUnordered::new();
     loop {
@@ -149,8 +172,8 @@ pub(super) async fn fetch(context: &Arc<Context>, file: &Arc<SourceFile>) -> Res
         }
     }
     let after = source.clone();
-    let after = context.blocking(move || Ok(after.metadata().map(|m| Version::of(&m))));
-    match in_time(context, file, after).await? {
+    let after = context.call_source(file, move || Ok(after.file().metadata().map(|m| Version::of(&m))));
+    match after.await? {
         Ok(after) if after == version => Ok(()),
         Ok(_) => Err(file.changed("its size or modification time is another now")),
         Err(e) => Err(cannot_read(file, &e)),
@@ -160,7 +183,7 @@ pub(super) async fn fetch(context: &Arc<Context>, file: &Arc<SourceFile>) -> Res
 async fn copy(
     context: &Arc<Context>,
     file: &Arc<SourceFile>,
-    source: &Arc<File>,
+    source: &Arc<Source>,
     block: u32,
 ) -> Result<(), TaskFailure> {
     let range = context
@@ -169,34 +192,17 @@ async fn copy(
         .locate(block)
         .expect("a block of this artifact");
     // Reads that hang, of this source or of others, keep their buffers.
-    let buffer = async { Ok(context.buffers.take_local().await) };
-    let mut buffer: Buffer = in_time(context, file, buffer).await?;
+    let mut buffer = context.local_buffer(file).await?;
     let (source, what) = (source.clone(), file.clone());
-    let read = context.blocking(move || {
+    let read = context.call_source(file, move || {
         buffer.bytes.resize(range.len as usize, 0);
-        match source.read_exact_at(&mut buffer.bytes, range.offset) {
+        match source.file().read_exact_at(&mut buffer.bytes, range.offset) {
             Ok(()) => Ok(buffer),
             Err(e) if e.kind() == io::ErrorKind::UnexpectedEof => Err(what.changed("it became shorter")),
             Err(e) => Err(cannot_read(&what, &e)),
         }
     });
-    let buffer = in_time(context, file, read).await?;
+    let buffer = read.await?;
     context.counters.add_fetched(range.len.into());
     context.write(file, block, buffer).done().await
-}
-
-/// A network share that hangs must not hang the job for ever.
-pub(super) async fn in_time<T>(
-    context: &Context,
-    file: &SourceFile,
-    work: impl Future<Output = Result<T, TaskFailure>>,
-) -> Result<T, TaskFailure> {
-    let limit = context.config.no_progress_timeout;
-    tokio::time::timeout(limit, work).await.unwrap_or_else(|_| {
-        let message = format!(
-            "{} (the source of '{}') gave nothing for {limit:?}, or other sources that hang left no room to read it: check the disk or the network share",
-            file.location, file.path
-        );
-        Err(TaskFailure::retryable("source_unavailable", message))
-    })
 }

@@ -15,13 +15,18 @@
 //!   fails first or the task is canceled: none of its blocks is offered again, and it is read from its start.
 //! - Bytes beyond a file's declared size and bodies of error answers are never written.
 //! - Memory in block buffers is bounded for the whole process ([`limits::MAX_BUFFERS`]).
-//! - Canceling ends it within one disk operation; verified blocks stay.
+//! - Canceling ends it within one operation of the own disk; verified blocks stay. A source that hangs is not waited
+//!   for.
+//! - A source on this machine that hangs stops only what needs it: calls to sources, buffers for them, and work on
+//!   what is staged take turns apart from each other, and no model has more than its part of them.
 //!
 //! Not guaranteed:
 //! - That peers did not receive blocks which a later checksum condemned: they hold them with the digests of
 //!   the condemned copy, which the seal will not reproduce.
 //! - For a file without a SHA-256, that an interrupted acquisition which goes on in another process reads the
 //!   same version of it: versions (ETag, modification time) are compared only within one acquisition.
+//! - Sources on this machine while more of them hang than [`limits::MAX_LOCAL_BUFFERS`] (or
+//!   [`limits::SOURCE_CALLS`]) leaves room for: the others are then refused, as retryable, and say so.
 //! - A minimal speed: a source that sends one byte in every no-progress interval is not given up.
 
 pub mod allow;
@@ -83,23 +88,24 @@ pub async fn acquire_with(
     } = task;
     let model = artifact.model().clone();
     let context = Arc::new(Context::new(artifact, allow, counters, config));
-    if let Some(proven) = proven(&context, expected_seal).await? {
-        return compare(proven, expected_seal);
-    }
     let mut files = JoinSet::new();
+    let whole = async {
+        if let Some(proven) = proven(&context, expected_seal).await? {
+            return compare(proven, expected_seal);
+        }
+        let carried_over = run(&context, &sources, &mut files).await?;
+        seal(&context, expected_seal, carried_over).await
+    };
     let result = tokio::select! {
         biased;
         () = cancel.cancelled() => Err(TaskFailure::canceled()),
-        result = run(&context, &sources, &mut files) => result,
+        result = whole => result,
     };
     let forgotten = finish(&context, &mut files).await;
     if let Err(failure) = &forgotten {
         tracing::error!(%model, code = %failure.code, "{}", failure.message);
     }
-    let seal = match result.and_then(|carried_over| forgotten.map(|()| carried_over)) {
-        Ok(carried_over) => seal(&context, expected_seal, carried_over).await,
-        Err(failure) => Err(failure),
-    };
+    let seal = result.and_then(|seal| forgotten.map(|()| seal));
     match &seal {
         Ok(seal) => tracing::info!(%model, root = %seal.root, "acquired"),
         Err(failure) if failure.is_canceled() => tracing::info!(%model, "acquisition canceled"),
@@ -134,7 +140,7 @@ async fn proven(context: &Context, expected: Option<Seal>) -> Result<Option<Seal
         artifact.flush().map_err(|e| disk_failure(e.code(), &e))?;
         Ok(Some(own))
     };
-    context.blocking(work).await
+    context.on_disk(work).await
 }
 
 /// Reads and hashes all files, [`limits::FILES_AT_ONCE`] at a time, in file order. Gives whether some blocks
@@ -304,7 +310,7 @@ async fn seal(
         }
     }
     let seal = context
-        .blocking(move || {
+        .on_disk(move || {
             artifact.flush().map_err(|e| disk_failure(e.code(), &e))?;
             artifact.seal_if_whole().ok_or_else(|| blocks_lost(&artifact))
         })
@@ -314,7 +320,9 @@ async fn seal(
         // What an earlier acquisition left may be of another version; the next one reads everything.
         failure.retryable = carried_over;
         // Which block differs is not known; a copy that cannot be published must not be resumed.
-        context.forget(0..context.artifact.blocks().len()).await?;
+        let all = 0..context.artifact.blocks().len();
+        context.condemn(&all);
+        context.forget_condemned(&all).await?;
     }
     result
 }

@@ -18,7 +18,7 @@ use std::{
     fs::File,
     io,
     os::unix::fs::FileExt,
-    path::PathBuf,
+    path::{Path, PathBuf},
     sync::{
         Arc,
         atomic::{AtomicU64, Ordering},
@@ -252,6 +252,11 @@ impl Artifact {
     /// Of block digests and root.
     pub fn algorithm(&self) -> Algorithm {
         self.algorithm
+    }
+
+    /// Where its work in progress is or was: one folder per model of a store.
+    pub fn staging_folder(&self) -> &Path {
+        &self.staging
     }
 
     /// How far it is. A closed one is `Partial`: it holds nothing that counts.

@@ -332,13 +332,14 @@ impl Transfer<'_> {
                 .expect("a block of this file")
                 .len as usize;
             let limit = self.context.config.no_progress_timeout;
-            let taken = tokio::time::timeout(limit, self.context.buffers.take()).await;
-            let Ok(mut buffer) = taken else {
+            let Ok(mut buffer) = self.context.buffers.take(limit).await else {
                 if let Some(earlier) = writing.take() {
                     earlier.done().await?;
                     *next = block;
                 }
-                trouble = Some(Trouble::transient(format!("no buffer became free for {limit:?}")));
+                trouble = Some(Trouble::transient(format!(
+                    "no buffer of this node became free for {limit:?}: is its disk stuck?"
+                )));
                 break;
             };
             let mut read = body.fill(&mut buffer.bytes, len).await;

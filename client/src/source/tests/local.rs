@@ -432,43 +432,97 @@ async fn canceling_keeps_what_was_verified() {
     assert_eq!(node.bytes(), data);
 }
 
-/// A share that hangs is simulated by what it leaves behind: buffers that do not come back.
+fn a_file_at(path: &str, len: usize) -> Arc<SourceFile> {
+    Arc::new(SourceFile {
+        path: "f".into(),
+        size_bytes: len as u64,
+        checksum: Checksum::Opaque(String::new()),
+        location: Location::Path(path.into()),
+        blocks: 0..(len.div_ceil(BLOCK)) as u32,
+        carried_over: false,
+        writes: TaskTracker::new(),
+    })
+}
+
+/// Everything of which a share that hangs might have too much: the threads that call it, and the buffers.
 #[tokio::test]
-async fn reads_that_hang_stop_neither_others_nor_their_own_task_for_ever() {
+async fn shares_that_hang_stop_neither_others_nor_their_own_tasks_for_ever() {
+    let (_dir, root) = folder();
+    let data = noise(2 * BLOCK, 1);
+    let path = source(&root, "f", &data);
+    let file = a_file_at(&path, data.len());
+    let impatient = |node: &Node| {
+        let config = SourceConfig {
+            no_progress_timeout: Duration::from_millis(50),
+            ..quick()
+        };
+        let (artifact, allow) = (node.artifact.clone(), AllowList::parse(&[&root]).unwrap());
+        Arc::new(Context::new(artifact, allow, node.counters.clone(), config))
+    };
+    let hung = [Node::with_file(&data), Node::with_file(&data)];
+    let (most, mut release, mut stuck) = (limits::SOURCE_CALLS_PER_TASK, Vec::new(), Vec::new());
+    for node in &hung {
+        let context = impatient(node);
+        let mut calls = Vec::new();
+        for _ in 0..2 * most {
+            let (until, gate) = std::sync::mpsc::channel::<()>();
+            release.push(until);
+            calls.push(context.call_source(&file, move || Ok(gate.recv().is_err())));
+        }
+        let ended = futures_util::future::join_all(calls).await;
+        let (mut silent, mut refused) = (0, 0);
+        for failure in ended.into_iter().map(Result::unwrap_err) {
+            assert_eq!(
+                (failure.code.as_str(), failure.retryable),
+                ("source_unavailable", true)
+            );
+            silent += usize::from(failure.message.contains("gave nothing"));
+            refused += usize::from(failure.message.contains("share came back"));
+        }
+        assert_eq!((silent, refused), (most, most), "no more threads than its part");
+        // The next attempt finds no other part.
+        let failure = crate::source::local::look(&impatient(node), &file)
+            .await
+            .unwrap_err();
+        assert!(failure.message.contains("share came back"), "{failure}");
+        drop(context);
+    }
+    let node = &hung[0];
+    let context = impatient(node);
+    for _ in 0..limits::MAX_LOCAL_BUFFERS_PER_TASK {
+        stuck.push(context.local_buffer(&file).await.unwrap());
+    }
+    let failure = context.local_buffer(&file).await.unwrap_err();
+    assert!(failure.message.contains("none of the buffers"), "{failure}");
+    // The web has its own share, and so has every other model.
+    drop(context.buffers.take(Duration::from_secs(30)).await.unwrap());
+    let other = Node::with_file(&data);
+    other.acquire(&[&path], &[&root]).await.unwrap();
+    // Nor is it for ever: what came back is used again.
+    drop((release, stuck));
+    node.acquire(&[&path], &[&root]).await.unwrap();
+}
+
+#[tokio::test]
+async fn who_waits_for_the_disk_can_be_canceled() {
     let (_dir, root) = folder();
     let data = noise(2 * BLOCK, 1);
     let path = source(&root, "f", &data);
     let node = Node::with_file(&data);
-    let context = Arc::new(Context::new(
-        node.artifact.clone(),
-        AllowList::parse(&[&root]).unwrap(),
-        node.counters.clone(),
-        SourceConfig {
-            no_progress_timeout: Duration::from_millis(50),
-            ..quick()
-        },
-    ));
-    let most = limits::MAX_LOCAL_BUFFERS_PER_TASK;
-    let mut stuck = Vec::new();
-    for _ in 0..most {
-        stuck.push(context.buffers.take_local().await);
-    }
-    let file = Arc::new(SourceFile {
-        path: "f".into(),
-        size_bytes: data.len() as u64,
-        checksum: Checksum::Opaque(String::new()),
-        location: Location::Path(path.clone().into()),
-        blocks: 0..2,
-        carried_over: false,
-        writes: TaskTracker::new(),
-    });
-    let failure = one_file(context.clone(), file).await.unwrap_err();
-    assert_eq!(
-        (failure.code.as_str(), failure.retryable),
-        ("source_unavailable", true)
-    );
-    // The web has its own share, and so has every other task.
-    drop(context.buffers.take().await);
-    node.acquire(&[&path], &[&root]).await.unwrap();
-    drop(stuck);
+    let turns = limits::DISK_TURNS
+        .acquire_many(limits::DISK_STEPS as u32)
+        .await
+        .unwrap();
+    let cancel = CancellationToken::new();
+    let run = acquire_with(node.task(&[&path], &[&root]), quick(), cancel.clone());
+    let run = async {
+        tokio::join!(run, async {
+            tokio::task::yield_now().await;
+            cancel.cancel();
+        })
+    };
+    let ended = tokio::time::timeout(Duration::from_secs(30), run).await;
+    drop(turns);
+    let (result, ()) = ended.expect("it waits for no turn");
+    assert!(result.unwrap_err().is_canceled());
 }
