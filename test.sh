@@ -18,8 +18,9 @@ for name in "$@"; do
     esac
 done
 
-# python3-venv: the real model is loaded with the safetensors package; e2fsprogs, mount: disks that fail.
-scripts/setup.sh python3-venv e2fsprogs mount
+# python3-venv: the real model is loaded with the safetensors package; e2fsprogs, mount: disks that fail; iproute2,
+# nftables: hosts and what happens between them; haproxy, nginx-light: deploy/; libfaketime: wall clocks that jump.
+scripts/setup.sh python3-venv e2fsprogs mount iproute2 nftables haproxy nginx-light libfaketime
 . scripts/env.sh
 logs=$CARGO_TARGET_DIR/test-logs
 mkdir -p "$logs"

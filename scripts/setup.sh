@@ -22,12 +22,22 @@ if [ ${#packages[@]} -gt 0 ]; then
     fi
     log=$(mktemp)
     trap 'rm -f "$log"' EXIT
-    if ! { "${sudo[@]}" apt-get update && "${sudo[@]}" env DEBIAN_FRONTEND=noninteractive \
+    # RUNLEVEL=1: a package that is a service (haproxy, nginx) is installed and not started.
+    if ! { "${sudo[@]}" apt-get update && "${sudo[@]}" env DEBIAN_FRONTEND=noninteractive RUNLEVEL=1 \
         apt-get install -y --no-install-recommends "${packages[@]}"; } >"$log" 2>&1; then
         tail -n 20 "$log" >&2
         echo "setup: apt-get could not install: ${packages[*]}" >&2
         exit 1
     fi
+    # Nor at the next boot: what we installed, we run by hand.
+    for package in "${packages[@]}"; do
+        case $package in
+        haproxy) unit=haproxy ;;
+        nginx*) unit=nginx ;;
+        *) continue ;;
+        esac
+        if command -v systemctl >/dev/null; then "${sudo[@]}" systemctl disable --now "$unit" >/dev/null 2>&1 || true; fi
+    done
 fi
 
 want=$(sed -n 's/^rust-version = "\(.*\)"/\1/p' Cargo.toml)

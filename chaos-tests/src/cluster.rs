@@ -1,14 +1,15 @@
-//! A cluster of real processes on loopback.
+//! A cluster of real processes: on loopback, or wherever a [`Layout`] seats them (the testbed does).
 
+use crate::{
+    process::{Process, binary_path},
+    testbed::Namespace,
+};
 use anyhow::{Context, Result, bail, ensure};
 use reqwest::StatusCode;
 use serde_json::Value;
 use std::{
-    fs::File,
     net::TcpListener,
-    os::unix::process::CommandExt,
     path::{Path, PathBuf},
-    process::{Child, Command, Stdio},
     sync::{
         Once,
         atomic::{AtomicU16, Ordering},
@@ -57,153 +58,28 @@ impl Default for ClusterOptions {
     }
 }
 
-/// One process that can be killed and started again with the same arguments.
-pub struct Process {
-    /// `master-1`, `client-25001`.
-    pub name: String,
-    program: PathBuf,
-    args: Vec<String>,
-    log: PathBuf,
-    child: Option<Child>,
+/// Where one process of a cluster lives.
+#[derive(Clone, Debug)]
+pub struct Seat {
+    /// RPC address of a master, data address of a client.
+    pub address: String,
+    /// HTTP address.
+    pub http: String,
+    /// If not the namespace of this program.
+    pub namespace: Option<Namespace>,
+    /// Data folder of a master, root of a client.
+    pub folder: PathBuf,
 }
 
-impl Process {
-    /// Starts it (again).
-    pub fn start(&mut self) -> Result<()> {
-        self.start_with(&[])
-    }
-
-    /// Starts it (again) with arguments added.
-    pub fn start_with(&mut self, more: &[String]) -> Result<()> {
-        ensure!(self.child.is_none(), "{} is already running", self.name);
-        let log = File::options().create(true).append(true).open(&self.log)?;
-        let mut command = Command::new(&self.program);
-        command
-            .args(&self.args)
-            .args(more)
-            .stdin(Stdio::null())
-            .stdout(log.try_clone()?)
-            .stderr(log);
-        // SAFETY: prctl is async-signal-safe. It makes the kernel end the process with this test, however the
-        // test ends.
-        unsafe {
-            command.pre_exec(|| {
-                rustix::process::set_parent_process_death_signal(Some(rustix::process::Signal::KILL))
-                    .map_err(Into::into)
-            });
-        }
-        let child = command.spawn().with_context(|| {
-            format!(
-                "cannot start {}: build the binaries first (cargo build --workspace)",
-                self.program.display()
-            )
-        })?;
-        self.child = Some(child);
-        Ok(())
-    }
-
-    /// SIGKILL, and waits until it is gone.
-    pub fn kill(&mut self) {
-        if let Some(mut child) = self.child.take() {
-            let _ = child.kill();
-            let _ = child.wait();
-        }
-    }
-
-    /// Sends a signal.
-    pub fn signal(&self, signal: rustix::process::Signal) -> Result<()> {
-        rustix::process::kill_process(self.rustix_pid()?, signal)?;
-        Ok(())
-    }
-
-    /// SIGTERM, then waits for the exit status.
-    pub async fn terminate(&mut self, deadline: Duration) -> Result<std::process::ExitStatus> {
-        self.signal(rustix::process::Signal::TERM)?;
-        self.wait_exit(deadline).await
-    }
-
-    /// Waits for it to end by itself.
-    pub async fn wait_exit(&mut self, deadline: Duration) -> Result<std::process::ExitStatus> {
-        let until = Instant::now() + deadline;
-        loop {
-            let child = self.child.as_mut().context("not running")?;
-            if let Some(status) = child.try_wait()? {
-                self.child = None;
-                return Ok(status);
-            }
-            ensure!(
-                Instant::now() < until,
-                "{} did not end within {deadline:?}\n{}",
-                self.name,
-                self.log_tail()
-            );
-            tokio::time::sleep(POLL).await;
-        }
-    }
-
-    /// Its process id.
-    pub fn pid(&self) -> Option<u32> {
-        self.child.as_ref().map(Child::id)
-    }
-
-    fn rustix_pid(&self) -> Result<rustix::process::Pid> {
-        let pid = self
-            .pid()
-            .with_context(|| format!("{} is not running", self.name))?;
-        rustix::process::Pid::from_raw(pid as i32).context("pid 0")
-    }
-
-    /// Whether it runs now.
-    pub fn is_running(&mut self) -> bool {
-        self.child
-            .as_mut()
-            .is_some_and(|c| matches!(c.try_wait(), Ok(None)))
-    }
-
-    /// Peak resident memory so far, in bytes (`VmHWM`).
-    pub fn peak_memory_bytes(&self) -> Result<u64> {
-        let pid = self.pid().context("not running")?;
-        let status = std::fs::read_to_string(format!("/proc/{pid}/status"))?;
-        let line = status
-            .lines()
-            .find_map(|l| l.strip_prefix("VmHWM:"))
-            .context("no VmHWM")?;
-        let kib: u64 = line.trim().trim_end_matches(" kB").trim().parse()?;
-        Ok(kib << 10)
-    }
-
-    /// Starts a new measurement of [`peak_memory_bytes`](Self::peak_memory_bytes).
-    pub fn reset_peak_memory(&self) -> Result<()> {
-        let pid = self.pid().context("not running")?;
-        // 5 sets the high-water mark to what is resident now (proc_pid_clear_refs(5)).
-        std::fs::write(format!("/proc/{pid}/clear_refs"), "5")?;
-        Ok(())
-    }
-
-    /// Everything it logged.
-    pub fn log(&self) -> String {
-        std::fs::read(&self.log)
-            .map(|b| String::from_utf8_lossy(&b).into_owned())
-            .unwrap_or_default()
-    }
-
-    /// The end of its log, for messages.
-    pub fn log_tail(&self) -> String {
-        let log = self.log();
-        let lines: Vec<_> = log.lines().collect();
-        let from = lines.len().saturating_sub(25);
-        format!(
-            "--- end of the log of {} ---\n{}",
-            self.name,
-            lines[from..].join("\n")
-        )
-    }
-}
-
-impl Drop for Process {
-    fn drop(&mut self) {
-        self.kill();
-    }
+/// Where a whole cluster lives.
+#[derive(Clone, Debug)]
+pub struct Layout {
+    /// Logs and the secret go here.
+    pub dir: PathBuf,
+    /// Master `i` gets Raft id `i + 1`.
+    pub masters: Vec<Seat>,
+    /// The clients.
+    pub clients: Vec<Seat>,
 }
 
 /// Masters and clients; everything stops on drop.
@@ -216,6 +92,8 @@ pub struct Cluster {
     pub nodes: Vec<String>,
     /// Where client `i` keeps its models.
     pub roots: Vec<PathBuf>,
+    /// Data folder of each master.
+    pub data_dirs: Vec<PathBuf>,
     /// HTTP base URL of each master.
     pub endpoints: Vec<String>,
     /// RPC address of each master.
@@ -224,7 +102,9 @@ pub struct Cluster {
     pub client_endpoints: Vec<String>,
     /// For requests to masters and clients.
     pub http: reqwest::Client,
-    dir: tempfile::TempDir,
+    dir: PathBuf,
+    /// Of a cluster on loopback.
+    _temporary: Option<tempfile::TempDir>,
     /// Held while this cluster exists; see [`ONE_AT_A_TIME`].
     _turn: Option<SemaphorePermit<'static>>,
 }
@@ -237,73 +117,113 @@ impl Cluster {
     /// Starts everything and waits until every master is ready and every node is up. One cluster at a time
     /// exists per test program: starting a second one before dropping the first waits for ever.
     pub async fn start(options: ClusterOptions) -> Result<Self> {
-        let turn = ONE_AT_A_TIME.acquire().await?;
+        let turn = Self::turn().await?;
         let mut cluster = Self::prepare(&options)?;
         cluster._turn = Some(turn);
-        for process in cluster.masters.iter_mut().chain(&mut cluster.clients) {
-            process.start()?;
-        }
-        cluster.wait_ready().await?;
+        cluster.start_all().await?;
         Ok(cluster)
     }
 
-    /// Lays out folders, ports and arguments without starting anything.
+    /// Waits until no other cluster of this program exists that was started with a turn.
+    pub(crate) async fn turn() -> Result<SemaphorePermit<'static>> {
+        Ok(ONE_AT_A_TIME.acquire().await?)
+    }
+
+    /// Starts every process and waits until every master is ready and every node is up.
+    pub async fn start_all(&mut self) -> Result<()> {
+        for process in self.masters.iter_mut().chain(&mut self.clients) {
+            process.start()?;
+        }
+        self.wait_ready().await
+    }
+
+    /// Lays out folders, ports and arguments on loopback without starting anything.
     pub fn prepare(options: &ClusterOptions) -> Result<Self> {
         let dir = tempfile::Builder::new().prefix("mooncake-test-").tempdir()?;
+        let seat = |folder: PathBuf| Seat {
+            address: loopback(),
+            http: loopback(),
+            namespace: None,
+            folder,
+        };
+        let masters = (0..options.masters)
+            .map(|i| seat(dir.path().join(format!("master-{}", i + 1))))
+            .collect();
+        let clients = (0..options.clients)
+            .map(|i| {
+                let given = options.client_roots.get(i).cloned().flatten();
+                seat(given.unwrap_or_else(|| dir.path().join(format!("client-{i}"))))
+            })
+            .collect();
+        let layout = Layout {
+            dir: dir.path().to_owned(),
+            masters,
+            clients,
+        };
+        let mut cluster = Self::lay_out(options, layout)?;
+        cluster._temporary = Some(dir);
+        Ok(cluster)
+    }
+
+    /// The same where `layout` says; `options.client_roots` is not looked at. Nothing is started and nothing is
+    /// removed on drop but the processes.
+    pub fn lay_out(options: &ClusterOptions, layout: Layout) -> Result<Self> {
+        let dir = layout.dir;
         let mut secret_args = Vec::new();
         if let Some(secret) = &options.secret {
-            let path = dir.path().join("secret");
+            let path = dir.join("secret");
             std::fs::write(&path, secret)?;
             secret_args = vec!["--cluster-secret-file".to_owned(), path.display().to_string()];
         }
-        let rpc: Vec<String> = (0..options.masters).map(|_| loopback()).collect();
-        let http: Vec<String> = (0..options.masters).map(|_| loopback()).collect();
-        let initial = rpc.iter().zip(&http).enumerate();
-        let initial: Vec<_> = initial
-            .map(|(i, (rpc, http))| format!("{}={rpc}/{http}", i + 1))
+        let initial: Vec<_> = layout
+            .masters
+            .iter()
+            .enumerate()
+            .map(|(i, seat)| format!("{}={}/{}", i + 1, seat.address, seat.http))
             .collect();
+        let rpc: Vec<_> = layout.masters.iter().map(|s| s.address.clone()).collect();
         let mut masters = Vec::new();
-        for i in 0..options.masters {
-            let name = format!("master-{}", i + 1);
+        for (i, seat) in layout.masters.iter().enumerate() {
             let mut args = strings(&[
                 "--node-id",
                 &(i + 1).to_string(),
                 "--data-dir",
-                &dir.path().join(&name).display().to_string(),
+                &seat.folder.display().to_string(),
                 "--rpc-address",
-                &rpc[i],
+                &seat.address,
                 "--http-address",
-                &http[i],
+                &seat.http,
                 "--initial-cluster",
                 &initial.join(","),
                 "--bootstrap",
             ]);
             args.extend(secret_args.iter().cloned());
             args.extend(options.master_args.iter().cloned());
-            masters.push(process(dir.path(), name, "mooncake_master", args)?);
+            let process = Process::new(
+                &dir,
+                &format!("master-{}", i + 1),
+                binary_path("mooncake_master")?,
+                args,
+            );
+            masters.push(process.in_namespace(seat.namespace.clone()));
         }
-        let (mut clients, mut nodes, mut roots, mut client_endpoints) = (vec![], vec![], vec![], vec![]);
-        for i in 0..options.clients {
-            let data = loopback();
-            let node = options.node_ids.get(i).cloned().unwrap_or_else(|| data.clone());
-            let client_http = loopback();
-            let name = format!("client-{i}");
-            let root = options
-                .client_roots
+        let (mut clients, mut nodes) = (Vec::new(), Vec::new());
+        for (i, seat) in layout.clients.iter().enumerate() {
+            let node = options
+                .node_ids
                 .get(i)
                 .cloned()
-                .flatten()
-                .unwrap_or_else(|| dir.path().join(&name));
-            std::fs::create_dir_all(&root)?;
+                .unwrap_or_else(|| seat.address.clone());
+            std::fs::create_dir_all(&seat.folder)?;
             let mut args = strings(&[
                 "--node-id",
                 &node,
                 "--data-address",
-                &data,
+                &seat.address,
                 "--http-address",
-                &client_http,
+                &seat.http,
                 "--root",
-                &root.display().to_string(),
+                &seat.folder.display().to_string(),
                 "--masters",
                 &rpc.join(","),
             ]);
@@ -312,28 +232,35 @@ impl Cluster {
             }
             args.extend(secret_args.iter().cloned());
             args.extend(options.client_args.iter().cloned());
-            clients.push(process(dir.path(), name, "mooncake_client", args)?);
-            client_endpoints.push(format!("http://{client_http}"));
+            let process = Process::new(
+                &dir,
+                &format!("client-{i}"),
+                binary_path("mooncake_client")?,
+                args,
+            );
+            clients.push(process.in_namespace(seat.namespace.clone()));
             nodes.push(node);
-            roots.push(root);
         }
+        let urls = |seats: &[Seat]| seats.iter().map(|s| format!("http://{}", s.http)).collect();
         Ok(Self {
             masters,
             clients,
             nodes,
-            roots,
-            endpoints: http.iter().map(|a| format!("http://{a}")).collect(),
+            endpoints: urls(&layout.masters),
+            client_endpoints: urls(&layout.clients),
+            data_dirs: layout.masters.into_iter().map(|s| s.folder).collect(),
+            roots: layout.clients.into_iter().map(|s| s.folder).collect(),
             rpc_addresses: rpc,
-            client_endpoints,
             http: http_client()?,
             dir,
+            _temporary: None,
             _turn: None,
         })
     }
 
-    /// The cluster's own folder (removed on drop).
+    /// The cluster's own folder; logs and secret are in it. Removed on drop, if the cluster made it.
     pub fn dir(&self) -> &Path {
-        self.dir.path()
+        &self.dir
     }
 
     /// Waits until every running master is ready and every running client's node is up.
@@ -535,28 +462,6 @@ impl Cluster {
             .and_then(|p| p.iter().find(|p| p["node_id"] == *self.nodes[node]))
             .unwrap_or(&Value::Null)
     }
-}
-
-fn process(dir: &Path, name: String, binary: &str, args: Vec<String>) -> Result<Process> {
-    let log = dir.join(format!("{name}.log"));
-    Ok(Process {
-        program: binary_path(binary)?,
-        args,
-        log,
-        name,
-        child: None,
-    })
-}
-
-/// The binary from the target folder this test was built into.
-pub fn binary_path(name: &str) -> Result<PathBuf> {
-    let exe = std::env::current_exe()?;
-    let folder = exe
-        .ancestors()
-        .find(|d| d.ends_with("debug") || d.ends_with("release"));
-    Ok(folder
-        .context("this test does not run from a target folder")?
-        .join(name))
 }
 
 fn strings(args: &[&str]) -> Vec<String> {

@@ -1,16 +1,26 @@
 //! The testbed: real binaries, real sockets, real disks, real kills.
 //!
 //! - [`cluster`]: masters and clients as processes on loopback, with everything cleaned up on drop.
+//! - [`testbed`]: the same with a network namespace each, shaped links, load balancer, partitions, disks that fail.
+//! - [`nemesis`]: faults by name, injected into a testbed and healed.
+//! - [`process`]: one such process; [`disk`]: one such disk.
 //! - [`source`]: an HTTP source that counts what it served and misbehaves on request.
 //! - [`model`]: model folders and the requests that distribute them.
 //!
 //! The binaries are taken from the target folder that this test was built into; `test.sh` builds them first.
-//! What is not covered here: separate network namespaces and fault injection on the network.
 
 pub mod cluster;
+pub mod disk;
 pub mod model;
+pub mod nemesis;
+pub mod process;
 pub mod source;
+pub mod testbed;
 
 pub use cluster::{Cluster, ClusterOptions};
+pub use disk::Disk;
 pub use model::Model;
+pub use nemesis::{Injected, Nemesis, Who};
+pub use process::Process;
 pub use source::{Behaviour, HttpSource};
+pub use testbed::{Testbed, TestbedOptions};

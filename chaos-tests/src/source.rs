@@ -1,4 +1,4 @@
-//! An HTTP source on loopback that counts what it served and misbehaves on request.
+//! An HTTP source that counts what it served and misbehaves on request.
 
 use anyhow::Result;
 use axum::{
@@ -38,7 +38,51 @@ pub enum Behaviour {
     },
     /// 404.
     NotFound,
+    /// 500.
+    ServerError,
+    /// Bodies stand still after so many bytes, for as long as this is how the source behaves.
+    Stall {
+        /// Bytes of each body before.
+        after_bytes: u64,
+    },
+    /// Bodies end after so many bytes, whatever their `Content-Length` says.
+    Short {
+        /// Bytes of each body.
+        bytes: u64,
+    },
+    /// 200 without a length, and the content over and over for ever.
+    Endless,
+    /// The objects were replaced: other content of the same size, another ETag. Bodies under way are finished as they
+    /// began.
+    Changed,
 }
+
+impl Behaviour {
+    /// For reports.
+    pub fn name(&self) -> &'static str {
+        match self {
+            Self::Honest => "honest",
+            Self::NoRanges => "no-ranges",
+            Self::CutWithoutRanges { .. } => "cut-without-ranges",
+            Self::NotFound => "not-found",
+            Self::ServerError => "server-error",
+            Self::Stall { .. } => "stall",
+            Self::Short { .. } => "short",
+            Self::Endless => "endless",
+            Self::Changed => "changed",
+        }
+    }
+
+    fn has_ranges(self) -> bool {
+        matches!(
+            self,
+            Self::Honest | Self::Stall { .. } | Self::Short { .. } | Self::Changed
+        )
+    }
+}
+
+/// How often a stalled body looks whether it may go on.
+const STALL_POLL: Duration = Duration::from_millis(20);
 
 struct Shared {
     folder: PathBuf,
@@ -53,15 +97,20 @@ struct Shared {
 
 /// The server; it stops on drop.
 pub struct HttpSource {
-    /// `http://127.0.0.1:port`.
+    /// `http://127.0.0.1:port`, without a slash at the end.
     pub url: String,
     shared: Arc<Shared>,
     task: tokio::task::JoinHandle<()>,
 }
 
 impl HttpSource {
-    /// Serves the files below `folder`.
+    /// Serves the files below `folder` on loopback.
     pub async fn start(folder: &Path) -> Result<Self> {
+        Self::listen(folder, "127.0.0.1:0").await
+    }
+
+    /// Serves the files below `folder` at this address, from the current runtime.
+    pub async fn listen(folder: &Path, address: &str) -> Result<Self> {
         let shared = Arc::new(Shared {
             folder: folder.to_owned(),
             behaviour: Mutex::new(Behaviour::Honest),
@@ -70,7 +119,7 @@ impl HttpSource {
             served: Mutex::default(),
             requests: Mutex::new(0),
         });
-        let listener = tokio::net::TcpListener::bind("127.0.0.1:0").await?;
+        let listener = tokio::net::TcpListener::bind(address).await?;
         let url = format!("http://{}", listener.local_addr()?);
         let app = Router::new()
             .route("/{*path}", axum::routing::get(serve))
@@ -147,6 +196,9 @@ async fn serve(
 ) -> Response<Body> {
     *shared.requests.lock() += 1;
     let behaviour = *shared.behaviour.lock();
+    if behaviour == Behaviour::ServerError {
+        return answer(StatusCode::INTERNAL_SERVER_ERROR, Body::from("out of order"));
+    }
     let file = if behaviour == Behaviour::NotFound || path.split('/').any(|c| c == "..") {
         None
     } else {
@@ -156,12 +208,16 @@ async fn serve(
         return answer(StatusCode::NOT_FOUND, Body::from("there is no such object here"));
     };
     let size = file.metadata().map(|m| m.len()).unwrap_or(0);
-    let range = match behaviour {
-        Behaviour::Honest => headers
-            .get(header::RANGE)
-            .and_then(|r| parse_range(r.to_str().ok()?, size)),
-        _ => None,
+    let etag = match behaviour {
+        Behaviour::Changed => "\"v2\"",
+        _ => "\"v1\"",
     };
+    // A range of another version is not asked for (If-Range, RFC 9110).
+    let same_version = headers.get(header::IF_RANGE).is_none_or(|tag| tag == etag);
+    let range = headers
+        .get(header::RANGE)
+        .filter(|_| behaviour.has_ranges() && same_version)
+        .and_then(|r| parse_range(r.to_str().ok()?, size));
     let (start, end) = range.unwrap_or((0, size));
     let mut response = answer(
         if range.is_some() {
@@ -172,9 +228,11 @@ async fn serve(
         Body::from_stream(frames(shared, path, file, start, end, behaviour)),
     );
     let h = response.headers_mut();
-    h.insert(header::CONTENT_LENGTH, HeaderValue::from(end - start));
-    h.insert(header::ETAG, HeaderValue::from_static("\"v1\""));
-    if behaviour == Behaviour::Honest {
+    if behaviour != Behaviour::Endless {
+        h.insert(header::CONTENT_LENGTH, HeaderValue::from(end - start));
+    }
+    h.insert(header::ETAG, HeaderValue::from_static(etag));
+    if behaviour.has_ranges() {
         h.insert(header::ACCEPT_RANGES, HeaderValue::from_static("bytes"));
     }
     if range.is_some() {
@@ -217,8 +275,21 @@ fn frames(
     stream::unfold(start, move |at| {
         let (shared, path, file) = (shared.clone(), path.clone(), file.clone());
         async move {
+            let mut at = at;
+            if behaviour == Behaviour::Endless && at >= end && end > start {
+                at = start;
+            }
             if at >= end {
                 return None;
+            }
+            match behaviour {
+                Behaviour::Short { bytes } if at - start >= bytes => return None,
+                Behaviour::Stall { after_bytes } if at - start >= after_bytes => {
+                    while *shared.behaviour.lock() == behaviour {
+                        tokio::time::sleep(STALL_POLL).await;
+                    }
+                }
+                _ => {}
             }
             if let Behaviour::CutWithoutRanges { after_bytes } = behaviour
                 && at - start >= after_bytes
@@ -239,6 +310,9 @@ fn frames(
             let mut frame = vec![0; len as usize];
             if let Err(e) = file.read_exact_at(&mut frame, at) {
                 return Some((Err(e), end));
+            }
+            if behaviour == Behaviour::Changed {
+                frame.iter_mut().for_each(|b| *b ^= 0x55);
             }
             shared.served.lock().entry(path).or_default().push((at, at + len));
             Some((Ok(Bytes::from(frame)), at + len))

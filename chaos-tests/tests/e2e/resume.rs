@@ -2,11 +2,7 @@
 
 use crate::bed::{Bed, staged_bytes};
 use anyhow::{Context, Result};
-use std::{
-    fs::File,
-    os::unix::fs::FileExt,
-    path::{Path, PathBuf},
-};
+use mooncake_chaos::nemesis::flip_bit_in_staging;
 
 const SIZE: u64 = 32 << 20;
 const RATE: u64 = 6 << 20;
@@ -65,7 +61,8 @@ async fn a_bit_flipped_while_down_is_found_and_only_that_block_fetched_again() -
     let mut bed = start("bitflip").await?;
     let at = bed.wait_bytes("bitflip", 2, EARLY).await?;
     bed.cluster.clients[2].kill();
-    flip_first_data_bit(&bed.cluster.roots[2])?;
+    // The first block arrives early and is journaled.
+    flip_bit_in_staging(&bed.cluster.roots[2])?;
     bed.cluster.clients[2].start()?;
     bed.finish("bitflip").await?;
     let log = bed.cluster.clients[2].log();
@@ -78,26 +75,6 @@ async fn a_bit_flipped_while_down_is_found_and_only_that_block_fetched_again() -
         "exactly one block is found damaged: {rescan}"
     );
     assert_resumed(&bed, staged_bytes(&at, &bed.cluster.nodes[2])).await
-}
-
-/// Flips a bit in the first block of the first staging file (the first block arrives early and is journaled).
-fn flip_first_data_bit(root: &Path) -> Result<()> {
-    let file: PathBuf = walkdir::WalkDir::new(root)
-        .into_iter()
-        .filter_map(Result::ok)
-        .map(|e| e.into_path())
-        .filter(|p| p.file_name().is_some_and(|n| n == "a.bin" || n == "c.bin"))
-        .find(|p| {
-            let mut head = [0; 64];
-            File::open(p).and_then(|f| f.read_exact_at(&mut head, 0)).is_ok() && head != [0; 64]
-        })
-        .context("no staging file with data")?;
-    let file = File::options().read(true).write(true).open(file)?;
-    let mut byte = [0];
-    file.read_exact_at(&mut byte, 7)?;
-    file.write_all_at(&[byte[0] ^ 1], 7)?;
-    file.sync_all()?;
-    Ok(())
 }
 
 /// A node frozen for less than the grace keeps its work.

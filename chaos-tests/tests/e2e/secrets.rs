@@ -1,24 +1,12 @@
 //! Without the cluster's secret, or with another cluster's, nobody gets in, and both ends say why.
 
-use anyhow::{Context, Result, ensure};
-use mooncake_chaos::{Cluster, ClusterOptions, cluster::Process};
-use std::time::{Duration, Instant};
+use anyhow::{Context, Result};
+use mooncake_chaos::{Cluster, ClusterOptions};
+use std::time::Duration;
 
 const SECRET: &str = "a secret of the cluster under test";
 
-async fn wait_log(process: &Process, text: &str) -> Result<()> {
-    let until = Instant::now() + Duration::from_secs(20);
-    while !process.log().contains(text) {
-        ensure!(
-            Instant::now() < until,
-            "{} never logs '{text}'\n{}",
-            process.name,
-            process.log_tail()
-        );
-        tokio::time::sleep(Duration::from_millis(50)).await;
-    }
-    Ok(())
-}
+const LOGGED: Duration = Duration::from_secs(20);
 
 #[tokio::test]
 async fn clients_without_the_secret_are_refused_with_a_message() -> Result<()> {
@@ -34,16 +22,22 @@ async fn clients_without_the_secret_are_refused_with_a_message() -> Result<()> {
     // The last --cluster-secret-file wins.
     cluster.clients[2].kill();
     cluster.clients[2].start_with(&["--cluster-secret-file".into(), wrong.clone()])?;
-    wait_log(&cluster.clients[2], "different cluster secrets").await?;
+    cluster.clients[2]
+        .wait_log("different cluster secrets", LOGGED)
+        .await?;
 
     cluster.clients[1].kill();
     cluster.clients[1].start_with(&["--cluster-id".into(), "somebody-else".into()])?;
-    wait_log(&cluster.clients[1], "cluster 'somebody-else'").await?;
+    cluster.clients[1]
+        .wait_log("cluster 'somebody-else'", LOGGED)
+        .await?;
 
     // A master with another secret: refused on the Raft port; the others go on.
     cluster.masters[2].kill();
     cluster.masters[2].start_with(&["--cluster-secret-file".into(), wrong])?;
-    wait_log(&cluster.masters[2], "different cluster secrets").await?;
+    cluster.masters[2]
+        .wait_log("different cluster secrets", LOGGED)
+        .await?;
     cluster.masters[2].kill();
     cluster.get("/api/v1/nodes").await?;
     Ok(())

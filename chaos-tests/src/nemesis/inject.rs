@@ -1,0 +1,242 @@
+//! How each fault is injected.
+
+use super::{Injected, Nemesis, Undo, Who};
+use crate::{
+    cluster::READY_DEADLINE,
+    disk::Disk,
+    testbed::{Rule, Testbed, WireFault, client_host, master_host},
+};
+use anyhow::{Context, Result};
+use std::{
+    fs::{self, File},
+    os::unix::fs::FileExt,
+    path::Path,
+};
+
+/// Bytes of a connection that are spared before the first flipped bit and between two: more than the hello, less
+/// than a small block.
+const FLIP_EVERY_BYTES: u64 = 100_003;
+
+impl Nemesis {
+    /// Does it. A fault that could not be injected as a whole is an error; nothing is healed then.
+    pub async fn inject(&self, bed: &mut Testbed) -> Result<Injected> {
+        self.try_inject(bed)
+            .await
+            .with_context(|| format!("cannot inject {}", self.name()))
+    }
+
+    async fn try_inject(&self, bed: &mut Testbed) -> Result<Injected> {
+        let victims = self.victims(bed).await?;
+        let mut undo = Vec::new();
+        match *self {
+            Self::Kill(_) => {
+                for &i in &victims {
+                    bed.cluster.masters[i].kill();
+                    undo.push(Undo::StartMaster(i));
+                }
+            }
+            Self::Freeze(_) => {
+                for &i in &victims {
+                    bed.cluster.masters[i].freeze()?;
+                    undo.push(Undo::ThawMaster(i));
+                }
+            }
+            Self::Isolate(_) => {
+                let inside: Vec<_> = victims.iter().map(|&i| master_host(i)).collect();
+                let outside: Vec<_> = bed
+                    .network
+                    .hosts()
+                    .map(|h| h.name.clone())
+                    .filter(|n| !inside.contains(n))
+                    .collect();
+                let tokens = bed.network.partition(&[&strs(&inside), &strs(&outside)])?;
+                undo.push(Undo::Rules(tokens));
+            }
+            Self::DeafLeader | Self::MuteLeader => {
+                let leader = master_host(victims[0]);
+                let others: Vec<_> = bed
+                    .network
+                    .hosts()
+                    .map(|h| h.name.clone())
+                    .filter(|n| *n != leader)
+                    .collect();
+                let mut tokens = Vec::new();
+                for other in others {
+                    tokens.push(match self {
+                        Self::DeafLeader => bed.network.cut(&other, &leader)?,
+                        _ => bed.network.cut(&leader, &other)?,
+                    });
+                }
+                undo.push(Undo::Rules(tokens));
+            }
+            Self::Bridge => {
+                let [a, b] = [victims[0], victims[1]].map(master_host);
+                undo.push(Undo::Rules(bed.network.cut_both(&a, &b)?));
+            }
+            Self::Loss { percent } => {
+                let hosts: Vec<_> = bed.network.hosts().map(|h| h.name.clone()).collect();
+                let mut tokens = Vec::new();
+                for host in hosts {
+                    tokens.push(bed.network.add_rule(&host, Rule::Lose { percent })?);
+                }
+                undo.push(Undo::Rules(tokens));
+            }
+            Self::SlowLink(_, rate) => {
+                for host in victims.iter().map(|&i| master_host(i)) {
+                    bed.network.shape(&host, Some(rate))?;
+                    undo.push(Undo::Link(host));
+                }
+            }
+            Self::Delay(_, ms) => {
+                for &victim in &victims {
+                    for peer in (0..bed.cluster.masters.len()).filter(|&p| p != victim) {
+                        for (from, to) in [(victim, peer), (peer, victim)] {
+                            let to = bed.rpc_address(to)?;
+                            let (wire, token) = bed.add_wire(&master_host(from), to).await?;
+                            wire.set(WireFault::Delay { ms });
+                            undo.push(Undo::Wire(wire, token));
+                        }
+                    }
+                }
+            }
+            Self::PowerLoss(_) => {
+                for &i in &victims {
+                    disk(&bed.master_disks, i)?.lose_power()?;
+                    bed.cluster.masters[i].kill();
+                    undo.extend([Undo::PowerCycleMaster(i), Undo::StartMaster(i)]);
+                }
+            }
+            Self::DiskFull(_) => {
+                for &i in &victims {
+                    let file = disk(&bed.master_disks, i)?.fill(0)?;
+                    undo.extend([Undo::RemoveFile(file), Undo::RestartMasterIfDead(i)]);
+                }
+            }
+            Self::Wipe(_) => {
+                for &i in &victims {
+                    bed.cluster.masters[i].kill();
+                    fs::remove_dir_all(&bed.cluster.data_dirs[i])?;
+                    undo.push(Undo::StartMaster(i));
+                }
+            }
+            Self::ClockJump(_, seconds) => {
+                for host in victims.iter().map(|&i| master_host(i)) {
+                    bed.set_clock(&host, seconds)?;
+                    undo.push(Undo::Clock(host));
+                }
+            }
+            Self::RollingRestart => {
+                for i in 0..bed.cluster.masters.len() {
+                    let status = bed.cluster.masters[i].terminate(READY_DEADLINE).await?;
+                    anyhow::ensure!(status.success(), "master {} ended with {status}", i + 1);
+                    bed.cluster.masters[i].start()?;
+                    bed.cluster.wait_ready().await?;
+                }
+            }
+            Self::KillClient(i) => {
+                bed.cluster.clients[i].kill();
+                undo.push(Undo::StartClient(i));
+            }
+            Self::FreezeClient(i) => {
+                bed.cluster.clients[i].freeze()?;
+                undo.push(Undo::ThawClient(i));
+            }
+            Self::ClientPowerLoss(i) => {
+                disk(&bed.client_disks, i)?.lose_power()?;
+                bed.cluster.clients[i].kill();
+                undo.extend([Undo::PowerCycleClient(i), Undo::StartClient(i)]);
+            }
+            Self::ClientDiskFull(i) => {
+                let file = disk(&bed.client_disks, i)?.fill(0)?;
+                undo.push(Undo::RemoveFile(file));
+            }
+            Self::CorruptStaging(i) => {
+                bed.cluster.clients[i].kill();
+                flip_bit_in_staging(&bed.cluster.roots[i])?;
+                undo.push(Undo::StartClient(i));
+            }
+            Self::CorruptWire { to, from, times } => {
+                let sender = bed.data_address(from)?;
+                let (wire, token) = bed.add_wire(&client_host(to), sender).await?;
+                wire.set(WireFault::FlipBits {
+                    every_bytes: FLIP_EVERY_BYTES,
+                    times,
+                });
+                undo.push(Undo::Wire(wire, token));
+            }
+            Self::Source(behaviour) => {
+                bed.source()?.behave(behaviour);
+                undo.push(Undo::Source);
+            }
+        }
+        Ok(Injected {
+            nemesis: self.clone(),
+            victims,
+            undo,
+        })
+    }
+
+    async fn victims(&self, bed: &mut Testbed) -> Result<Vec<usize>> {
+        match *self {
+            Self::Kill(who)
+            | Self::Freeze(who)
+            | Self::Isolate(who)
+            | Self::SlowLink(who, _)
+            | Self::Delay(who, _)
+            | Self::PowerLoss(who)
+            | Self::DiskFull(who)
+            | Self::Wipe(who)
+            | Self::ClockJump(who, _) => who.find(bed).await,
+            Self::DeafLeader | Self::MuteLeader => Who::Leader.find(bed).await,
+            Self::Bridge => {
+                let mut ends = Who::Leader.find(bed).await?;
+                ends.extend(Who::Follower.find(bed).await?);
+                Ok(ends)
+            }
+            Self::RollingRestart => Who::All.find(bed).await,
+            Self::Loss { .. } | Self::Source(_) => Ok(Vec::new()),
+            Self::KillClient(i)
+            | Self::FreezeClient(i)
+            | Self::ClientPowerLoss(i)
+            | Self::ClientDiskFull(i)
+            | Self::CorruptStaging(i)
+            | Self::CorruptWire { to: i, .. } => Ok(vec![i]),
+        }
+    }
+}
+
+fn strs(names: &[String]) -> Vec<&str> {
+    names.iter().map(String::as_str).collect()
+}
+
+fn disk(disks: &[Disk], i: usize) -> Result<&Disk> {
+    disks
+        .get(i)
+        .context("it has no disk of its own: set master_disk_bytes or client_disk_bytes")
+}
+
+/// Where a client keeps the files of a copy that is not published yet: `<root>/.mooncake/staging/<key>/data`.
+const DATA: &str = "data";
+
+/// Flips one bit in the first data of the largest file that a client has in staging. The client must not run.
+pub fn flip_bit_in_staging(root: &Path) -> Result<()> {
+    let staging = root.join(".mooncake");
+    let largest = walkdir::WalkDir::new(&staging)
+        .into_iter()
+        .filter_map(Result::ok)
+        .filter(|e| e.file_type().is_file() && e.path().components().any(|c| c.as_os_str() == DATA))
+        .max_by_key(|e| e.metadata().map_or(0, |m| m.len()))
+        .with_context(|| format!("nothing is staged below {}", staging.display()))?;
+    let file = File::options().read(true).write(true).open(largest.path())?;
+    // Written from the front: the first byte that is not zero is data.
+    let mut byte = [0];
+    let len = file.metadata()?.len();
+    let at = (0..len)
+        .step_by(4096)
+        .find(|&at| file.read_exact_at(&mut byte, at).is_ok() && byte[0] != 0)
+        .with_context(|| format!("{} has no data yet", largest.path().display()))?;
+    byte[0] ^= 1;
+    file.write_all_at(&byte, at)?;
+    file.sync_all()?;
+    Ok(())
+}

@@ -1,0 +1,237 @@
+//! One process of the product (or of the testbed), which can be killed, frozen and started again.
+
+use crate::testbed::Namespace;
+use anyhow::{Context, Result, ensure};
+use rustix::process::Signal;
+use std::{
+    fs::File,
+    os::unix::process::CommandExt,
+    path::{Path, PathBuf},
+    process::{Child, Command, ExitStatus, Stdio},
+    time::{Duration, Instant},
+};
+
+const POLL: Duration = Duration::from_millis(20);
+
+/// One process that can be killed and started again with the same arguments.
+///
+/// The kernel ends it when the *thread* that started it ends (however the test ends), so start it from a thread
+/// that lives as long as it: a test's own or a runtime's worker, never from `spawn_blocking`.
+pub struct Process {
+    /// `master-1`, `client-0`.
+    pub name: String,
+    program: PathBuf,
+    args: Vec<String>,
+    env: Vec<(String, String)>,
+    namespace: Option<Namespace>,
+    log: PathBuf,
+    child: Option<Child>,
+}
+
+impl Process {
+    /// A process that is not started yet; it appends to `<dir>/<name>.log`.
+    pub fn new(dir: &Path, name: &str, program: PathBuf, args: Vec<String>) -> Self {
+        Self {
+            name: name.to_owned(),
+            program,
+            args,
+            env: Vec::new(),
+            namespace: None,
+            log: dir.join(format!("{name}.log")),
+            child: None,
+        }
+    }
+
+    /// It will run in this network namespace.
+    pub fn in_namespace(mut self, namespace: Option<Namespace>) -> Self {
+        self.namespace = namespace;
+        self
+    }
+
+    /// Sets a variable of its environment, from its next start on.
+    pub fn set_env(&mut self, name: &str, value: impl Into<String>) {
+        self.env.retain(|(n, _)| n != name);
+        self.env.push((name.to_owned(), value.into()));
+    }
+
+    /// Its arguments, from its next start on.
+    pub fn args_mut(&mut self) -> &mut Vec<String> {
+        &mut self.args
+    }
+
+    /// Starts it (again).
+    pub fn start(&mut self) -> Result<()> {
+        self.start_with(&[])
+    }
+
+    /// Starts it (again) with arguments added.
+    pub fn start_with(&mut self, more: &[String]) -> Result<()> {
+        ensure!(self.child.is_none(), "{} is already running", self.name);
+        let log = File::options().create(true).append(true).open(&self.log)?;
+        let mut command = Command::new(&self.program);
+        command
+            .args(&self.args)
+            .args(more)
+            .envs(self.env.iter().map(|(n, v)| (n, v)))
+            .stdin(Stdio::null())
+            .stdout(log.try_clone()?)
+            .stderr(log);
+        if let Some(namespace) = &self.namespace {
+            namespace.enter_on_exec(&mut command)?;
+        }
+        // SAFETY: prctl is async-signal-safe. It makes the kernel end the process with this test, however the
+        // test ends.
+        unsafe {
+            command.pre_exec(|| {
+                rustix::process::set_parent_process_death_signal(Some(Signal::KILL)).map_err(Into::into)
+            });
+        }
+        let child = command.spawn().with_context(|| {
+            format!(
+                "cannot start {}: build the binaries first (cargo build --workspace)",
+                self.program.display()
+            )
+        })?;
+        self.child = Some(child);
+        Ok(())
+    }
+
+    /// SIGKILL, and waits until it is gone.
+    pub fn kill(&mut self) {
+        if let Some(mut child) = self.child.take() {
+            let _ = child.kill();
+            let _ = child.wait();
+        }
+    }
+
+    /// Sends a signal.
+    pub fn signal(&self, signal: Signal) -> Result<()> {
+        rustix::process::kill_process(self.rustix_pid()?, signal)?;
+        Ok(())
+    }
+
+    /// SIGSTOP: it stands still, its kernel goes on to accept connections and to acknowledge bytes.
+    pub fn freeze(&self) -> Result<()> {
+        self.signal(Signal::STOP)
+    }
+
+    /// SIGCONT.
+    pub fn thaw(&self) -> Result<()> {
+        self.signal(Signal::CONT)
+    }
+
+    /// SIGTERM, then waits for the exit status.
+    pub async fn terminate(&mut self, deadline: Duration) -> Result<ExitStatus> {
+        self.signal(Signal::TERM)?;
+        self.wait_exit(deadline).await
+    }
+
+    /// Waits for it to end by itself.
+    pub async fn wait_exit(&mut self, deadline: Duration) -> Result<ExitStatus> {
+        let until = Instant::now() + deadline;
+        loop {
+            let child = self.child.as_mut().context("not running")?;
+            if let Some(status) = child.try_wait()? {
+                self.child = None;
+                return Ok(status);
+            }
+            ensure!(
+                Instant::now() < until,
+                "{} did not end within {deadline:?}\n{}",
+                self.name,
+                self.log_tail()
+            );
+            tokio::time::sleep(POLL).await;
+        }
+    }
+
+    /// Its process id.
+    pub fn pid(&self) -> Option<u32> {
+        self.child.as_ref().map(Child::id)
+    }
+
+    fn rustix_pid(&self) -> Result<rustix::process::Pid> {
+        let pid = self
+            .pid()
+            .with_context(|| format!("{} is not running", self.name))?;
+        rustix::process::Pid::from_raw(pid as i32).context("pid 0")
+    }
+
+    /// Whether it runs now.
+    pub fn is_running(&mut self) -> bool {
+        self.child
+            .as_mut()
+            .is_some_and(|c| matches!(c.try_wait(), Ok(None)))
+    }
+
+    /// Peak resident memory so far, in bytes (`VmHWM`).
+    pub fn peak_memory_bytes(&self) -> Result<u64> {
+        let pid = self.pid().context("not running")?;
+        let status = std::fs::read_to_string(format!("/proc/{pid}/status"))?;
+        let line = status
+            .lines()
+            .find_map(|l| l.strip_prefix("VmHWM:"))
+            .context("no VmHWM")?;
+        let kib: u64 = line.trim().trim_end_matches(" kB").trim().parse()?;
+        Ok(kib << 10)
+    }
+
+    /// Starts a new measurement of [`peak_memory_bytes`](Self::peak_memory_bytes).
+    pub fn reset_peak_memory(&self) -> Result<()> {
+        let pid = self.pid().context("not running")?;
+        // 5 sets the high-water mark to what is resident now (proc_pid_clear_refs(5)).
+        std::fs::write(format!("/proc/{pid}/clear_refs"), "5")?;
+        Ok(())
+    }
+
+    /// Everything it logged.
+    pub fn log(&self) -> String {
+        std::fs::read(&self.log)
+            .map(|b| String::from_utf8_lossy(&b).into_owned())
+            .unwrap_or_default()
+    }
+
+    /// Waits until it has logged `text`.
+    pub async fn wait_log(&self, text: &str, deadline: Duration) -> Result<()> {
+        let until = Instant::now() + deadline;
+        while !self.log().contains(text) {
+            ensure!(
+                Instant::now() < until,
+                "{} does not log '{text}' within {deadline:?}\n{}",
+                self.name,
+                self.log_tail()
+            );
+            tokio::time::sleep(POLL).await;
+        }
+        Ok(())
+    }
+
+    /// The end of its log, for messages.
+    pub fn log_tail(&self) -> String {
+        let log = self.log();
+        let lines: Vec<_> = log.lines().collect();
+        let from = lines.len().saturating_sub(25);
+        format!(
+            "--- end of the log of {} ---\n{}",
+            self.name,
+            lines[from..].join("\n")
+        )
+    }
+}
+
+impl Drop for Process {
+    fn drop(&mut self) {
+        self.kill();
+    }
+}
+
+/// The binary from the target folder this test was built into.
+pub fn binary_path(name: &str) -> Result<PathBuf> {
+    let exe = std::env::current_exe()?;
+    let folder = exe
+        .ancestors()
+        .find(|d| d.ends_with("debug") || d.ends_with("release"));
+    Ok(folder
+        .context("this test does not run from a target folder")?
+        .join(name))
+}
