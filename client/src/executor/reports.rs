@@ -6,7 +6,7 @@
 //! the process (what is held on the disk is then reported as holdings, and the master sends its orders again);
 //! beyond [`MAX_OUTCOMES`] the oldest go.
 
-use super::decide::TaskKind;
+use super::decide::{Current, Phase, TaskKind};
 use crate::{
     store::{Artifact, Fence},
     task::{TaskFailure, TransferCounters},
@@ -20,7 +20,7 @@ use std::{
 };
 use tokio::sync::watch;
 
-/// Outcomes kept: about 1 KiB each. More artifacts than this do not end on one node while no master is there.
+/// Outcomes kept, and revoked attempts: about 1 KiB each. More artifacts than this do not end on one node while no master is there.
 pub const MAX_OUTCOMES: usize = 4096;
 /// Refusals of orders that wait to be sent: each answers one order, so that more than this is a fault of the
 /// master's, and the newest are worth most.
@@ -168,6 +168,8 @@ fn wire_failure(failure: &TaskFailure) -> pb::Failure {
 struct Inner {
     entries: BTreeMap<ModelRef, Entry>,
     refusals: VecDeque<pb::TaskReport>,
+    /// Attempts that an order stopped, oldest first by version: they must not start again.
+    revoked: HashMap<ModelRef, (u64, Current)>,
     version: u64,
     ended: usize,
     /// Of tasks that are not in `entries` any more, or have ended.
@@ -255,6 +257,7 @@ impl Reports {
             version: inner.version,
         };
         *inner.outcomes.entry((kind, Outcome::Running.name())).or_default() += 1;
+        inner.revoked.remove(model);
         if let Some(old) = inner.entries.insert(model.clone(), entry) {
             inner.ended -= usize::from(old.outcome.is_end());
             inner.absorb(old.live.as_deref());
@@ -311,13 +314,36 @@ impl Reports {
         self.bump(inner);
     }
 
-    /// What was said of the artifact is moot.
-    pub fn forget(&self, model: &ModelRef) {
+    /// What was said of the artifact is moot: its task, if there was one, was revoked.
+    pub fn forget(&self, model: &ModelRef, revoked: Option<Current>) {
         let mut inner = self.inner.lock();
         if let Some(old) = inner.entries.remove(model) {
             inner.ended -= usize::from(old.outcome.is_end());
             inner.absorb(old.live.as_deref());
         }
+        let Some(revoked) = revoked else { return };
+        inner.version += 1;
+        let version = inner.version;
+        inner.revoked.insert(model.clone(), (version, revoked));
+        if inner.revoked.len() > MAX_OUTCOMES {
+            let oldest = inner.revoked.iter().min_by_key(|(_, (version, _))| *version);
+            if let Some(oldest) = oldest.map(|(m, _)| m.clone()) {
+                inner.revoked.remove(&oldest);
+            }
+        }
+    }
+
+    /// What is known of the artifact's last task, once it does not run any more.
+    pub fn settled(&self, model: &ModelRef) -> Option<Current> {
+        let inner = self.inner.lock();
+        let ended = inner.entries.get(model).filter(|e| e.outcome.is_end());
+        let ended = ended.map(|e| Current {
+            generation: e.generation,
+            fence: e.fence,
+            kind: e.kind,
+            phase: Phase::Ended,
+        });
+        ended.or_else(|| inner.revoked.get(model).map(|(_, revoked)| *revoked))
     }
 
     /// Answers an order that is not carried out. Said once, to the master that is there.
@@ -488,7 +514,7 @@ mod tests {
         assert_eq!(totals.outcomes[&(TaskKind::Replicate, "staged")], 1);
         reports.repeat(&m);
         assert_eq!(reports.due(&mut first).0.len(), 1);
-        reports.forget(&m);
+        reports.forget(&m, None);
         assert!(reports.due(&mut Cursor::default()).0.is_empty());
     }
 

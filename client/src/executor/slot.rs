@@ -105,13 +105,15 @@ impl Slot {
         inbox: Arc<Inbox>,
         stop: CancellationToken,
     ) -> Self {
+        // An earlier slot of the artifact may have been dropped.
+        let current = shared.reports.settled(&model);
         Self {
             shared,
             model,
             inbox,
             stop,
             obeyed: Fence::default(),
-            current: None,
+            current,
             running: None,
         }
     }
@@ -340,7 +342,7 @@ impl Slot {
             current.fence = fence;
             current.phase = Phase::Revoked;
         }
-        self.shared.reports.forget(&self.model);
+        self.shared.reports.forget(&self.model, self.current);
     }
 
     fn take_peers(&self, peers: Vec<mooncake_proto::pb::session::Peer>) {
