@@ -3,7 +3,8 @@
 //! Guaranteed:
 //! - One task per artifact at a time; a later attempt starts after the earlier one has stopped.
 //! - An order below a fence that was obeyed, in this life of the process or an earlier one, changes nothing.
-//! - The same order again (after a reconnect, or from the next leader) restarts nothing.
+//! - The same order again (after a reconnect, or from the next leader) restarts nothing, for as long as the outcome
+//!   is kept ([`MAX_OUTCOMES`] artifacts).
 //! - A task needs no master: it goes on while there is none, and its outcome is kept ([`Reports`]).
 //!
 //! Not guaranteed: that an order survives a restart of the process. What was verified does; the master sees
@@ -21,7 +22,7 @@ mod transfer;
 pub use decide::{Action, Ask, Current, Head, Phase, Refusal, TaskKind, decide};
 pub use order::{AcquireOrder, Layout, Order, OrderError, ReplicateOrder, Secretive, What};
 pub use reports::{Cursor, Live, MAX_BAD_SOURCES, MAX_OUTCOMES, Moved, Outcome, Reports, Totals};
-pub use run::{MAX_ACQUISITIONS, MAX_BEGINS, MAX_PUBLISHES, publish_failure, store_failure};
+pub use run::{MAX_ACQUISITIONS, MAX_BEGINS, MAX_PUBLISHES, MAX_REHASHES, publish_failure, store_failure};
 pub use transfer::{AcquireJob, Boxed, FetchJob, Transfer};
 
 use crate::store::Store;
@@ -34,7 +35,7 @@ use tokio::sync::Semaphore;
 use tokio_util::{sync::CancellationToken, task::TaskTracker};
 
 /// Artifacts whose last task is remembered. Idle ones beyond it are forgotten, oldest first, since each keeps
-/// a worker of some kilobytes; the store still knows their fences and holdings, the reports their outcomes.
+/// a worker of some kilobytes; the store still knows their fences and holdings, the reports how they ended.
 const MAX_SLOTS: usize = 128;
 
 struct Handle {
@@ -71,6 +72,7 @@ impl Executor {
             reports,
             acquisitions: Semaphore::new(MAX_ACQUISITIONS),
             begins: Semaphore::new(MAX_BEGINS),
+            rehashes: Semaphore::new(MAX_REHASHES),
             publishes: Semaphore::new(MAX_PUBLISHES),
             obeys: Semaphore::new(MAX_OBEYS),
             removals: Semaphore::new(MAX_REMOVALS),

@@ -14,7 +14,7 @@ use super::{
     transfer::{AcquireJob, FetchJob, Transfer},
 };
 use crate::{
-    store::{Artifact, ArtifactState, Fence, NewArtifact, PublishError, Store, StoreError},
+    store::{Artifact, ArtifactState, Fence, NewArtifact, PublishError, Rehash, Store, StoreError},
     task::TaskFailure,
     transport::PeerAddress,
 };
@@ -32,6 +32,9 @@ use tokio_util::sync::CancellationToken;
 pub const MAX_ACQUISITIONS: usize = 8;
 /// Tasks that prepare their staging at once: each blocks a thread, and the disk does not get faster.
 pub const MAX_BEGINS: usize = 4;
+/// Steps of re-hashing what was recorded before a restart, at once: as for [`MAX_BEGINS`]. All tasks take turns, so
+/// that each is seen to get on, and one with little to hash does not wait for one with much.
+pub const MAX_REHASHES: usize = 4;
 /// Copies that are published at once: as for [`MAX_BEGINS`].
 pub const MAX_PUBLISHES: usize = 4;
 /// Orders whose fence is made durable at once: each waits for a sync of the same file.
@@ -52,6 +55,7 @@ pub struct Shared {
     pub reports: Arc<Reports>,
     pub(super) acquisitions: Semaphore,
     pub(super) begins: Semaphore,
+    pub(super) rehashes: Semaphore,
     pub(super) publishes: Semaphore,
     pub(super) obeys: Semaphore,
     pub(super) removals: Semaphore,
@@ -178,9 +182,9 @@ impl Task {
         }
     }
 
-    /// Creates or resumes the staging folder.
+    /// Creates or resumes the staging folder. How far it is shows from the first re-hashed block on.
     async fn begin(&self, layout: Layout, require_checksums: bool) -> Result<Arc<Artifact>, TaskFailure> {
-        let _turn = self.turn(&self.shared.begins).await?;
+        let turn = self.turn(&self.shared.begins).await?;
         let (store, model, generation) = (self.shared.store.clone(), self.model.clone(), self.generation);
         let artifact = blocking(move || {
             let manifest = Manifest::decode(&layout.manifest).map_err(|_| undecodable("manifest"))?;
@@ -198,14 +202,41 @@ impl Task {
                 block_size: layout.block_size,
                 algorithm: layout.algorithm,
             };
-            store.begin(new).map_err(|e| store_failure(&e))
+            store.begin_unhashed(new).map_err(|e| store_failure(&e))
         })
         .await??;
+        drop(turn);
         let _ = self.live.artifact.set(artifact.clone());
+        let workers = (0..MAX_REHASHES).map(|_| self.rehash(&artifact));
+        // To the end of each, also if one fails: nothing of a task touches the artifact after it.
+        let ended = futures_util::future::join_all(workers).await;
+        ended.into_iter().collect::<Result<(), _>>()?;
+        artifact.check_open().map_err(|e| store_failure(&e))?;
         if self.cancel.is_cancelled() {
             return Err(TaskFailure::canceled());
         }
         Ok(artifact)
+    }
+
+    /// Takes part in hashing what was recorded before a restart, step by step, in turn with other tasks.
+    async fn rehash(&self, artifact: &Arc<Artifact>) -> Result<(), TaskFailure> {
+        let mut progress = artifact.progress();
+        while !artifact.rehashed() {
+            progress.borrow_and_update();
+            let turn = self.turn(&self.shared.rehashes).await?;
+            let work = artifact.clone();
+            let step = blocking(move || work.rehash()).await?;
+            drop(turn);
+            if step == Rehash::Others {
+                tokio::select! {
+                    biased;
+                    () = self.cancel.cancelled() => return Err(TaskFailure::canceled()),
+                    // Its sender lives in the artifact.
+                    _ = progress.changed() => {}
+                }
+            }
+        }
+        Ok(())
     }
 
     async fn publish(

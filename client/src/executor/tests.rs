@@ -2,7 +2,7 @@
 
 use super::*;
 use crate::{
-    store::{ArtifactState, Fence, StoreConfig},
+    store::{ArtifactState, Fence, NewArtifact, StoreConfig},
     task::TaskFailure,
 };
 use bytes::Bytes;
@@ -510,6 +510,126 @@ async fn shutdown_fails_nothing_and_starts_nothing() {
     assert_eq!(bench.executor.reports().outcome(&m.model), Some(Outcome::Running));
     bench.order(&m, 2, acquire(&m));
     assert_eq!(bench.hand.started.load(Ordering::SeqCst), 1);
+}
+
+/// A slot that idles makes room for others; what it knew is not lost with it.
+#[tokio::test]
+async fn an_order_of_long_ago_restarts_nothing() {
+    let folder = tempfile::tempdir().unwrap();
+    let bench = Bench::new(&folder);
+    let (ended, revoked) = (plain("ended"), plain("revoked"));
+    bench.order(&revoked, 1, replicate(&revoked, None));
+    bench.started(1, &revoked).await;
+    bench.order(&revoked, 1, What::Revoke("canceled".into()));
+    bench.hand.gate.send_replace(true);
+    bench.order(&ended, 1, replicate(&ended, Some(seal_of(&ended))));
+    bench.outcome(pb::TaskOutcome::Staged).await;
+    for n in 0..2 * MAX_SLOTS {
+        bench.order(&plain(&n.to_string()), 1, What::PeersChanged(Vec::new()));
+        // Until it idles, so that it can make room.
+        while !bench
+            .executor
+            .slots
+            .lock()
+            .by_model
+            .values()
+            .all(|h| h.inbox.is_idle())
+        {
+            tokio::task::yield_now().await;
+        }
+    }
+    let slots = |m: &Manifest| bench.executor.slots.lock().by_model.contains_key(&m.model);
+    assert!(!slots(&ended) && !slots(&revoked));
+    bench.order(&revoked, 1, replicate(&revoked, None));
+    bench.order(&ended, 1, replicate(&ended, Some(seal_of(&ended))));
+    let again = bench.outcome(pb::TaskOutcome::Staged).await;
+    assert_eq!(again.model, Some(ended.model.clone().into()));
+    while !bench
+        .executor
+        .slots
+        .lock()
+        .by_model
+        .values()
+        .all(|h| h.inbox.is_idle())
+    {
+        tokio::task::yield_now().await;
+    }
+    assert_eq!(
+        bench.hand.started.load(Ordering::SeqCst),
+        2,
+        "neither starts again"
+    );
+    // A later attempt does.
+    bench.order(&revoked, 2, replicate(&revoked, Some(seal_of(&revoked))));
+    bench
+        .report(|r| r.outcome() == pb::TaskOutcome::Staged && r.fence == Some(fence(2).into()))
+        .await;
+}
+
+/// What was recorded before a restart may take hours to hash.
+#[tokio::test]
+async fn a_long_rehash_keeps_no_other_waiting_and_can_be_revoked() {
+    let folder = tempfile::tempdir().unwrap();
+    let bench = Bench::new(&folder);
+    bench.hand.gate.send_replace(true);
+    let (m, small) = (plain("a"), plain("small"));
+    let first = bench
+        .store
+        .begin(NewArtifact {
+            model: m.model.clone(),
+            generation: 1,
+            manifest: Arc::new(m.clone()),
+            block_size: BLOCK,
+            algorithm: Algorithm::Blake3,
+        })
+        .unwrap();
+    for (n, block) in blocks_of(&m).iter().enumerate().take(2) {
+        first.write_own_block(n as u32, block).unwrap();
+    }
+    first.flush().unwrap();
+    first.close("for the test");
+    drop(first);
+    // Nobody gets on with hashing for now.
+    let all = MAX_REHASHES as u32;
+    let turns = bench.executor.shared.rehashes.acquire_many(all).await.unwrap();
+    for attempt in 1..=MAX_BEGINS as u64 + 1 {
+        bench.order(&m, attempt, replicate(&m, Some(seal_of(&m))));
+    }
+    bench.order(&small, 1, replicate(&small, Some(seal_of(&small))));
+    let staged = bench.outcome(pb::TaskOutcome::Staged).await;
+    assert_eq!(
+        staged.model,
+        Some(small.model.clone().into()),
+        "it has nothing to hash"
+    );
+    bench.order(&m, 9, What::Revoke("canceled".into()));
+    let mut changed = bench.executor.reports().changed();
+    bench.order(&m, 10, replicate(&m, Some(seal_of(&m))));
+    let is_tenth = |r: &pb::TaskReport| r.fence == Some(fence(10).into());
+    let search = async {
+        while !bench
+            .executor
+            .reports()
+            .due(&mut Cursor::default())
+            .0
+            .iter()
+            .any(is_tenth)
+        {
+            changed.changed().await.unwrap();
+        }
+    };
+    tokio::time::timeout(std::time::Duration::from_secs(20), search)
+        .await
+        .expect("the revoked one ended");
+    assert_eq!(
+        bench.hand.started.load(Ordering::SeqCst),
+        1,
+        "m is not hashed yet"
+    );
+    drop(turns);
+    bench
+        .report(|r| r.outcome() == pb::TaskOutcome::Staged && is_tenth(r))
+        .await;
 }
 
 #[tokio::test(flavor = "multi_thread", worker_threads = 2)]

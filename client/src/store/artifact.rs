@@ -1,7 +1,7 @@
 //! One model version on this node: its blocks, from the first written one to the published folder.
 
 use super::{
-    error::WriteError,
+    error::{StoreError, WriteError},
     journal::{Journal, Recorded},
     plumbing::Plumbing,
     tree,
@@ -14,7 +14,7 @@ use mooncake_proto::{
 };
 use parking_lot::{Condvar, Mutex, MutexGuard};
 use std::{
-    collections::{BTreeMap, HashSet},
+    collections::{BTreeMap, BTreeSet, HashSet},
     fs::File,
     io,
     os::unix::fs::FileExt,
@@ -96,8 +96,12 @@ pub(crate) struct State {
     /// Verified, not journaled.
     pub(crate) pending: Vec<u32>,
     pub(crate) pending_bytes: u64,
-    /// What the journal knew at start and nobody has re-hashed yet.
-    pub(crate) recorded: Option<BTreeMap<u32, Recorded>>,
+    /// What the journal knew at start and nobody has begun to re-hash.
+    pub(crate) recorded: BTreeMap<u32, Recorded>,
+    /// Blocks of it that are being re-hashed.
+    pub(crate) rehashing: usize,
+    /// Blocks of it that are not what was recorded.
+    pub(crate) damaged: BTreeSet<u32>,
     /// The recorded blocks were re-hashed (or there were none).
     pub(crate) rescanned: bool,
     /// The tree is there and its space is taken.
@@ -153,7 +157,7 @@ impl Artifact {
         {
             let mut state = artifact.state.lock();
             state.rescanned = recorded.is_empty();
-            state.recorded = Some(recorded).filter(|r| !r.is_empty());
+            state.recorded = recorded;
         }
         artifact
     }
@@ -195,7 +199,9 @@ impl Artifact {
             busy: HashSet::new(),
             pending: Vec::new(),
             pending_bytes: 0,
-            recorded: None,
+            recorded: BTreeMap::new(),
+            rehashing: 0,
+            damaged: BTreeSet::new(),
             rescanned: true,
             prepared: false,
             unallocated_bytes: 0,
@@ -278,6 +284,16 @@ impl Artifact {
             Phase::Closed(why) => Some(why.clone()),
             _ => None,
         }
+    }
+
+    /// Fails where [`closed`](Self::closed) is something.
+    pub fn check_open(&self) -> Result<(), StoreError> {
+        self.closed().map_or(Ok(()), |why| {
+            Err(StoreError::Closed {
+                model: Box::new(self.model.clone()),
+                why,
+            })
+        })
     }
 
     pub(crate) fn is_whole(&self, state: &State) -> bool {
@@ -523,7 +539,7 @@ impl Artifact {
         state.busy = HashSet::new();
         state.pending = Vec::new();
         state.added.shrink_to_fit();
-        state.recorded = None;
+        state.recorded = BTreeMap::new();
     }
 
     /// The objects that overlap a block, as indices into `State::missing`.

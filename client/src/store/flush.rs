@@ -69,6 +69,12 @@ impl Artifact {
         self.flush_locked(&mut journal)
     }
 
+    /// The same, unless the journal is in use.
+    pub(crate) fn try_flush(&self) -> Option<Result<(), StoreError>> {
+        let mut journal = self.journal.try_lock()?;
+        Some(self.flush_locked(&mut journal))
+    }
+
     pub(crate) fn flush_locked(&self, journal: &mut Option<Journal>) -> Result<(), StoreError> {
         let Some(open) = journal.as_mut() else {
             return match self.closed() {
@@ -166,7 +172,7 @@ impl Artifact {
         }
         state.pending.clear();
         let bytes = std::mem::take(&mut state.pending_bytes);
-        state.recorded = None;
+        state.recorded.clear();
         state.rescanned = true;
         drop(state);
         self.plumbing.release(bytes);

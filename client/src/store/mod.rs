@@ -55,6 +55,7 @@ pub use artifact::Artifact;
 pub use crash::kill_at;
 pub use crash::{BEGIN_FAILPOINTS, FLUSH_FAILPOINTS, PUBLISH_FAILPOINTS};
 pub use error::{FenceError, PublishError, StoreError, WriteError};
+pub use rescan::Rehash;
 pub use types::{
     ArtifactState, FLUSH_INTERVAL, Fence, Holding, NewArtifact, ObjectRange, STAGING_MAX_AGE, StoreConfig,
     UNJOURNALED_LIMIT_BYTES,
@@ -224,6 +225,11 @@ impl Store {
             .cloned()
     }
 
+    #[cfg(test)]
+    pub(crate) fn waiting_writers(&self) -> usize {
+        self.inner.plumbing.waiting_writers()
+    }
+
     /// Counts up when holdings change: an artifact came, went, became whole or staged, or lost blocks.
     pub fn changed(&self) -> watch::Receiver<u64> {
         self.inner.plumbing.changed.subscribe()
@@ -231,24 +237,23 @@ impl Store {
 
     /// Creates the staging of a model version, or resumes what the disk has of it; one that is staged
     /// already comes back as it is. Staging of another manifest under the same name is removed. Blocking:
-    /// returns once the space is allocated and what was recorded before a restart is re-hashed.
-    pub fn begin(&self, new: NewArtifact) -> Result<Arc<Artifact>, StoreError> {
+    /// returns once the space is allocated. What was recorded before a restart is not held before it is hashed
+    /// again: see [`Artifact::rehash`].
+    pub fn begin_unhashed(&self, new: NewArtifact) -> Result<Arc<Artifact>, StoreError> {
         check(&new).map_err(|why| StoreError::Invalid {
             model: Box::new(new.model.clone()),
             why,
         })?;
-        let artifact = {
-            let _folders = self.inner.folders.lock();
-            self.begin_in_folders(&new)?
-        };
+        let _folders = self.inner.folders.lock();
+        self.begin_in_folders(&new)
+    }
+
+    /// The same, and hashes what was recorded; for hours, where that is much.
+    pub fn begin(&self, new: NewArtifact) -> Result<Arc<Artifact>, StoreError> {
+        let artifact = self.begin_unhashed(new)?;
         artifact.rescan(&|| self.inner.plumbing.stopped());
-        match artifact.closed() {
-            Some(why) => Err(StoreError::Closed {
-                model: Box::new(new.model),
-                why,
-            }),
-            None => Ok(artifact),
-        }
+        artifact.check_open()?;
+        Ok(artifact)
     }
 
     fn begin_in_folders(&self, new: &NewArtifact) -> Result<Arc<Artifact>, StoreError> {
@@ -304,7 +309,7 @@ impl Store {
         }
         let artifact = Arc::new(self.open_staging(new)?);
         let prepared = self.prepare(&artifact);
-        if prepared.is_err() && artifact.state.lock().recorded.is_none() {
+        if prepared.is_err() && artifact.state.lock().recorded.is_empty() {
             // An empty shell: nothing was verified before.
             artifact.close("it could not be prepared");
             recover::discard(&self.inner.plumbing, &artifact.staging)?;

@@ -12,7 +12,7 @@ use std::{
         Arc,
         atomic::{AtomicU64, Ordering},
     },
-    time::Instant,
+    time::{Duration, Instant},
 };
 use tokio::sync::watch;
 
@@ -21,6 +21,9 @@ const MAX_OPEN_FILES: usize = 256;
 /// Pending bytes from which the flusher does not wait for the interval: large enough that a sync is shared
 /// by several blocks, and a quarter of the default budget, so that writers seldom wait.
 const FLUSH_BATCH_BYTES: u64 = 16 << 20;
+/// How soon an artifact whose journal was in use (it is being published, say) is looked at again: often enough for
+/// writers that wait for its bytes, seldom enough to cost nothing.
+const LOCKED_RETRY: Duration = Duration::from_millis(20);
 
 #[derive(Debug)]
 pub(crate) struct Plumbing {
@@ -110,6 +113,12 @@ impl Plumbing {
         self.work.notify_one();
     }
 
+    /// Writers that wait for others' bytes to be journaled.
+    #[cfg(test)]
+    pub(crate) fn waiting_writers(&self) -> usize {
+        self.budget.lock().waiting_writers
+    }
+
     /// Ends the flusher after it has worked off what is pending.
     pub(crate) fn stop(&self) {
         self.budget.lock().stopped = true;
@@ -124,6 +133,7 @@ impl Plumbing {
     /// The flusher thread.
     pub(crate) fn run_flusher(&self) {
         let batch_bytes = FLUSH_BATCH_BYTES.min(self.config.unjournaled_limit_bytes / 4);
+        let mut not_before = Instant::now();
         let mut budget = self.budget.lock();
         loop {
             let Some(since) = budget.dirty_since else {
@@ -135,19 +145,38 @@ impl Plumbing {
             };
             let urgent =
                 budget.stopped || budget.waiting_writers > 0 || budget.unjournaled_bytes >= batch_bytes;
-            let due = since + self.config.flush_interval;
-            if !urgent && Instant::now() < due {
+            let due = if urgent {
+                not_before
+            } else {
+                (since + self.config.flush_interval).max(not_before)
+            };
+            if !budget.stopped && Instant::now() < due {
                 self.work.wait_until(&mut budget, due);
                 continue;
             }
-            let dirty = std::mem::take(&mut budget.dirty);
+            let mut dirty = std::mem::take(&mut budget.dirty);
             budget.dirty_since = None;
+            let stopped = budget.stopped;
             parking_lot::MutexGuard::unlocked(&mut budget, || {
-                for artifact in dirty {
-                    // A failure closed the artifact: whoever writes to it next is told.
-                    let _ = artifact.flush();
-                }
+                // A failure closed the artifact: whoever writes to it next is told. One whose journal is in use,
+                // for as long as a publish syncs its files, must not keep the others waiting.
+                dirty.retain(|artifact| {
+                    if stopped {
+                        let _ = artifact.flush();
+                        return false;
+                    }
+                    artifact.try_flush().is_none()
+                });
             });
+            if !dirty.is_empty() {
+                not_before = Instant::now() + LOCKED_RETRY;
+                budget.dirty_since.get_or_insert(not_before);
+                for artifact in dirty {
+                    if !budget.dirty.iter().any(|a| Arc::ptr_eq(a, &artifact)) {
+                        budget.dirty.push(artifact);
+                    }
+                }
+            }
         }
     }
 }

@@ -1,66 +1,112 @@
 //! After a start: what the journal recorded is believed only once it is hashed again.
+//!
+//! Guaranteed: verified blocks appear as they are found; any number of threads, of any tasks, may take part, step by
+//! step; whoever stops leaves the rest to the others; the end comes once, with the last step.
 
 use super::{
     artifact::{Artifact, Phase},
     journal::{Entry, Recorded},
 };
-use parking_lot::Mutex;
 use std::{collections::BTreeSet, os::unix::fs::FileExt};
 
-/// Most threads of one rescan: enough for a fast disk, and it leaves cores to the rest of the start.
+/// Most threads that one [`Artifact::rescan`] starts: enough for a fast disk, and it leaves cores to the rest of the
+/// start.
 const RESCAN_THREADS: usize = 4;
+/// Bytes of one step: milliseconds, after which others get their turn and a stop is seen.
+const STEP_BYTES: u64 = 16 << 20;
+
+/// How far a re-hash is after a step.
+#[derive(Clone, Copy, Debug, PartialEq, Eq)]
+pub enum Rehash {
+    /// There may be more to do.
+    More,
+    /// Others do the last of it; [`Artifact::progress`] tells when they have.
+    Others,
+    /// All that was recorded is held, or was found damaged.
+    Done,
+}
 
 impl Artifact {
-    /// Re-hashes what the journal recorded before this start; verified blocks appear as it goes, the others
-    /// are forgotten. Returns once that is done, by whichever thread.
-    pub(crate) fn rescan(&self, stopped: &(dyn Fn() -> bool + Sync)) {
-        let recorded = {
+    /// Whether nothing is left to re-hash.
+    pub fn rehashed(&self) -> bool {
+        self.state.lock().rescanned
+    }
+
+    /// Re-hashes a few megabytes of what the journal recorded before this start. Blocking.
+    pub fn rehash(&self) -> Rehash {
+        self.rehash_step(STEP_BYTES)
+    }
+
+    pub(crate) fn rehash_step(&self, bytes: u64) -> Rehash {
+        let mut step = Vec::new();
+        {
             let mut state = self.state.lock();
-            match state.recorded.take() {
-                Some(recorded) => recorded,
-                None => {
-                    while !state.rescanned {
-                        self.idle.wait(&mut state);
-                    }
-                    return;
-                }
+            if state.rescanned {
+                return Rehash::Done;
             }
-        };
-        let total = recorded.len();
-        let work = Mutex::new(recorded.into_iter());
-        let threads = std::thread::available_parallelism().map_or(1, |n| n.get().min(RESCAN_THREADS));
-        let bad = Mutex::new(BTreeSet::new());
-        std::thread::scope(|scope| {
-            for _ in 0..threads {
-                scope.spawn(|| {
-                    loop {
-                        let next = work.lock().next();
-                        let Some((block, recorded)) = next else { return };
-                        if stopped() || !self.rescan_block(block, recorded) {
-                            bad.lock().insert(block);
-                        }
-                    }
-                });
+            let mut taken = 0;
+            while taken < bytes
+                && let Some((block, recorded)) = state.recorded.pop_first()
+            {
+                taken += self.blocks.locate(block).map_or(0, |r| u64::from(r.len));
+                step.push((block, recorded));
             }
-        });
-        if !stopped() {
-            self.end_rescan(total, bad.into_inner());
+            state.rehashing += step.len();
         }
-        let mut state = self.state.lock();
-        state.rescanned = true;
-        drop(state);
+        if step.is_empty() {
+            return Rehash::Others;
+        }
+        let damaged: Vec<u32> = step
+            .iter()
+            .filter(|(block, recorded)| !self.rescan_block(*block, *recorded))
+            .map(|(block, _)| *block)
+            .collect();
+        let damaged = {
+            let mut state = self.state.lock();
+            state.damaged.extend(damaged);
+            if !state.recorded.is_empty() || state.rehashing > step.len() {
+                state.rehashing -= step.len();
+                return Rehash::More;
+            }
+            // The last step; `rehashing` stays up, so that nobody else ends it, too.
+            std::mem::take(&mut state.damaged)
+        };
+        self.end_rescan(damaged);
+        {
+            let mut state = self.state.lock();
+            state.rehashing = 0;
+            state.rescanned = true;
+        }
         self.idle.notify_all();
         self.bump();
         self.plumbing.bump();
+        Rehash::Done
     }
 
-    fn end_rescan(&self, total: usize, mut bad: BTreeSet<u32>) {
+    /// Re-hashes everything that is left; returns once that is done, by whichever thread, or `stopped`.
+    pub(crate) fn rescan(&self, stopped: &(dyn Fn() -> bool + Sync)) {
+        if self.rehashed() {
+            return;
+        }
+        let threads = std::thread::available_parallelism().map_or(1, |n| n.get().min(RESCAN_THREADS));
+        std::thread::scope(|scope| {
+            for _ in 0..threads {
+                scope.spawn(|| while !stopped() && self.rehash() == Rehash::More {});
+            }
+        });
+        let mut state = self.state.lock();
+        while !state.rescanned && !stopped() {
+            self.idle.wait(&mut state);
+        }
+    }
+
+    fn end_rescan(&self, mut bad: BTreeSet<u32>) {
         let mut journal = self.journal.lock();
         {
             let state = self.state.lock();
             bad.retain(|&b| !state.has(b)); // written again meanwhile
         }
-        tracing::info!(model = %self.model, recorded = total, damaged = bad.len(), "staging re-hashed");
+        tracing::info!(model = %self.model, verified = self.have_count(), damaged = bad.len(), "staging re-hashed");
         if bad.is_empty() {
             return;
         }

@@ -500,6 +500,76 @@ fn forgotten_blocks_stay_forgotten() {
     assert_eq!(artifact.read_block(0).unwrap(), bytes(&artifact, 0, 1));
 }
 
+/// A publish keeps an artifact's journal for as long as it syncs all files.
+#[test]
+fn a_journal_in_use_keeps_no_other_artifact_waiting() {
+    let dir = tempfile::tempdir().unwrap();
+    let config = StoreConfig {
+        unjournaled_limit_bytes: 3 * u64::from(BLOCK),
+        flush_interval: Duration::from_secs(3600),
+        ..StoreConfig::new(dir.path())
+    };
+    let store = Store::open(config).unwrap();
+    let begin = |name| {
+        let files = [("f", 8 * u64::from(BLOCK))];
+        store.begin(new(&manifest(name, &files))).unwrap()
+    };
+    let (used, other) = (begin("used"), begin("other"));
+    let journal = used.journal.lock();
+    used.write_own_block(0, &bytes(&used, 0, 0)).unwrap();
+    let (done, ended) = std::sync::mpsc::channel();
+    let writer = other.clone();
+    let thread = std::thread::spawn(move || {
+        fill_quietly(&writer);
+        let _ = done.send(());
+    });
+    let ended = ended.recv_timeout(Duration::from_secs(30));
+    drop(journal);
+    thread.join().unwrap();
+    ended.expect("the budget comes back while the other journal is in use");
+    // What waited is not forgotten.
+    drop((store, used, other));
+    let store = open(dir.path());
+    assert_eq!(
+        store
+            .begin(new(&manifest("used", &[("f", 8 * u64::from(BLOCK))])))
+            .unwrap()
+            .have_count(),
+        1
+    );
+}
+
+#[test]
+fn a_rehash_shows_as_it_goes_and_ends_once_whoever_takes_part() {
+    let dir = tempfile::tempdir().unwrap();
+    let store = open(dir.path());
+    let first = store.begin(new(&usual())).unwrap();
+    fill(&first);
+    first.flush().unwrap();
+    flip(&staging_file(dir.path(), &usual(), "a.bin"), u64::from(BLOCK) + 5);
+    // No thread of the start knows of this one.
+    first.close("for the test");
+    let artifact = store.begin_unhashed(new(&usual())).unwrap();
+    assert_eq!((artifact.have_count(), artifact.rehashed()), (0, false));
+    assert_eq!(artifact.rehash_step(1), Rehash::More);
+    assert_eq!((artifact.have_count(), artifact.rehashed()), (1, false));
+    assert!(artifact.verified_bytes() > 0, "it is seen to get on");
+    // One is stopped, others go on.
+    artifact.rescan(&|| true);
+    assert!(!artifact.rehashed());
+    std::thread::scope(|scope| {
+        for _ in 0..4 {
+            scope.spawn(|| artifact.rescan(&|| false));
+        }
+    });
+    assert!(artifact.rehashed());
+    assert_eq!((artifact.have_count(), artifact.has(1)), (4, false));
+    assert_eq!(artifact.rehash(), Rehash::Done);
+    drop((store, first, artifact));
+    let again = open(dir.path()).begin(new(&usual())).unwrap();
+    assert_eq!(again.have_count(), 4, "the damaged one is not recorded any more");
+}
+
 #[test]
 fn a_small_budget_delays_writers_but_never_stops_them() {
     let dir = tempfile::tempdir().unwrap();
