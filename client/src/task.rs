@@ -1,6 +1,22 @@
 //! What every task of this node has in common, whatever moves its bytes: how it fails and what it counts.
 
-use std::sync::atomic::{AtomicU64, Ordering};
+use std::{
+    sync::atomic::{AtomicU64, Ordering},
+    time::Duration,
+};
+use tokio_util::task::TaskTracker;
+
+/// How long the end of a transfer waits for disk operations that were already under way.
+pub const DRAIN_TIMEOUT: Duration = Duration::from_secs(10);
+
+/// Waits, within [`DRAIN_TIMEOUT`], until nothing that `tracker` follows is under way: so a transfer that has
+/// returned touches its artifact no more.
+pub async fn quiet(tracker: &TaskTracker) {
+    tracker.close();
+    if tokio::time::timeout(DRAIN_TIMEOUT, tracker.wait()).await.is_err() {
+        tracing::warn!("disk operations of an ended transfer still go on: is the disk stuck?");
+    }
+}
 
 /// Why a task ended without success. Reported to the master and shown to a person, so that the message says
 /// what failed, where, why and what to do next; it never holds a secret (URLs are redacted before they get

@@ -7,7 +7,7 @@ use super::{
 };
 use crate::{
     store::Artifact,
-    task::{TaskFailure, TransferCounters},
+    task::{TaskFailure, TransferCounters, quiet},
 };
 use mooncake_proto::manifest::Checksum;
 use parking_lot::Mutex;
@@ -75,9 +75,10 @@ impl SourceFile {
 /// A failure of this node's disk.
 pub(super) fn disk_failure(code: &str, error: &dyn std::error::Error) -> TaskFailure {
     let failure = TaskFailure::permanent(code, error.to_string());
-    // Closed staging is somebody else's decision, and a new attempt begins it again.
+    // Closed staging is somebody else's decision, and a new attempt begins it again. A block that somebody else wrote
+    // meanwhile is one that a new attempt finds there, and checks.
     TaskFailure {
-        retryable: code == "staging_closed",
+        retryable: matches!(code, "staging_closed" | "block_conflict"),
         ..failure
     }
 }
@@ -261,16 +262,5 @@ fn finished<T>(result: Result<Result<T, TaskFailure>, JoinError>) -> Result<T, T
         Err(e) if e.is_panic() => std::panic::resume_unwind(e.into_panic()),
         // Only a runtime that shuts down cancels blocking work.
         Err(_) => Err(TaskFailure::canceled()),
-    }
-}
-
-/// Waits, within a bound, until nothing that `tracker` follows is under way.
-pub(super) async fn quiet(tracker: &TaskTracker) {
-    tracker.close();
-    if tokio::time::timeout(limits::DRAIN_TIMEOUT, tracker.wait())
-        .await
-        .is_err()
-    {
-        tracing::warn!("disk operations of an ended transfer still go on: is the disk stuck?");
     }
 }

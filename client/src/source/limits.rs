@@ -53,8 +53,6 @@ pub const PART_BYTES: u64 = 32 << 20;
 pub const MAX_REDIRECTS: usize = 10;
 /// Times a source that does not honour ranges is read again from its start without getting any further.
 pub const RESTARTS_WITHOUT_PROGRESS: u32 = 3;
-/// How long the end of an acquisition waits for disk operations that were already under way.
-pub const DRAIN_TIMEOUT: Duration = Duration::from_secs(10);
 
 /// Time-outs and retries; the defaults are for production, tests shorten them.
 #[derive(Clone, Debug)]

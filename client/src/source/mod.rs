@@ -43,9 +43,9 @@ pub use limits::SourceConfig;
 
 use crate::{
     store::{Artifact, ArtifactState},
-    task::{TaskFailure, TransferCounters},
+    task::{TaskFailure, TransferCounters, quiet},
 };
-use context::{Context, SourceFile, disk_failure, quiet};
+use context::{Context, SourceFile, disk_failure};
 use mooncake_proto::{
     digest::Digest,
     manifest::{Checksum, Seal, Sources},

@@ -14,7 +14,7 @@ use super::{
 };
 use crate::{
     store::{Artifact, WriteError},
-    task::{TaskFailure, TransferCounters},
+    task::{TaskFailure, TransferCounters, quiet},
     transport::{ConnectError, PeerAddress, buffer::BlockBuffer},
 };
 use contacts::Listed;
@@ -31,7 +31,7 @@ use tokio::{
     task::JoinSet,
     time::MissedTickBehavior,
 };
-use tokio_util::sync::CancellationToken;
+use tokio_util::{sync::CancellationToken, task::TaskTracker};
 
 /// Events that wait for the loop before the links have to: what a peer says may be 295 KB at a time (blocks are
 /// in the buffer budget beside), and a loop that is woken takes all of them at once.
@@ -105,6 +105,8 @@ pub(super) struct Fetch {
     /// Position in [`Artifact::added`].
     seen: usize,
     pub(super) tasks: JoinSet<Done>,
+    /// Blocking work that has begun, and goes on when its task is stopped.
+    pub(super) on_disk: TaskTracker,
     pub(super) writing: usize,
     pub(super) list: ListState,
     pub(super) seal: Option<Seal>,
@@ -140,6 +142,7 @@ impl Fetch {
             taken: Bits::new(blocks),
             seen: 0,
             tasks: JoinSet::new(),
+            on_disk: TaskTracker::new(),
             writing: 0,
             list: ListState::default(),
             seal: None,
@@ -152,8 +155,21 @@ impl Fetch {
         self.started.elapsed().as_micros() as u64
     }
 
+    /// To the end; when it returns, nothing of it touches the artifact any more.
     pub(super) async fn run(
         mut self,
+        peers: watch::Receiver<Vec<PeerAddress>>,
+        seal: watch::Receiver<Option<Seal>>,
+        cancel: CancellationToken,
+    ) -> Result<(), TaskFailure> {
+        let result = self.work(peers, seal, cancel).await;
+        self.tasks.shutdown().await;
+        quiet(&self.on_disk).await;
+        result
+    }
+
+    async fn work(
+        &mut self,
         mut peers: watch::Receiver<Vec<PeerAddress>>,
         mut seal: watch::Receiver<Option<Seal>>,
         cancel: CancellationToken,
@@ -391,12 +407,13 @@ impl Fetch {
             false => promised,
         };
         let (artifact, writers) = (self.artifact.clone(), self.swarm.writers.clone());
+        let on_disk = self.on_disk.clone();
         self.writing += 1;
         self.tasks.spawn(async move {
-            let _slot = writers.acquire_owned().await.expect("never closed");
-            let write = tokio::task::spawn_blocking(move || {
+            let slot = writers.acquire_owned().await.expect("never closed");
+            let write = on_disk.spawn_blocking(move || {
                 let result = artifact.write_block(block, &promised, &bytes);
-                drop((bytes, permit));
+                drop((bytes, permit, slot));
                 result
             });
             let result = write.await.expect("writing a block does not panic");

@@ -15,6 +15,7 @@
 //! - [`Swarm::fetch`] returns `Ok` only when every block is held and the node's own digest list reproduces the
 //!   seal. A peer that lied before the seal was known costs work: the right list is fetched from a peer, proven
 //!   against the root, and what differs is forgotten and fetched again.
+//! - When a fetch has returned, nothing of it touches the artifact any more.
 //! - The masters are not needed: with peers and seal known, or with the seal to come, a transfer goes on.
 //! - Memory: blocks requested or received and not yet written are within [`SwarmConfig::buffer_bytes`] for all
 //!   fetches of the node together.

@@ -127,10 +127,10 @@ impl Fetch {
 
     /// Runs a step of the proof where it may block, in turn.
     fn spawn_proof(&mut self, step: impl FnOnce() -> Done + Send + 'static) {
-        let turns = self.swarm.proofs.clone();
+        let (turns, on_disk) = (self.swarm.proofs.clone(), self.on_disk.clone());
         self.tasks.spawn(async move {
             let turn = turns.acquire_owned().await.expect("never closed");
-            let step = tokio::task::spawn_blocking(move || {
+            let step = on_disk.spawn_blocking(move || {
                 let done = step();
                 drop(turn);
                 done

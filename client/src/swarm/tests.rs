@@ -102,9 +102,19 @@ impl Node {
     }
 
     async fn start_with(name: &str, manifest: &Arc<Manifest>, options: Options) -> Self {
+        Self::start_with_store(name, manifest, options, |_| ()).await
+    }
+
+    async fn start_with_store(
+        name: &str,
+        manifest: &Arc<Manifest>,
+        options: Options,
+        change: impl FnOnce(&mut StoreConfig),
+    ) -> Self {
         let dir = tempfile::tempdir().unwrap();
-        let root = dir.path().join("store");
-        let store = tokio::task::spawn_blocking(move || Store::open(StoreConfig::new(root)).unwrap())
+        let mut config = StoreConfig::new(dir.path().join("store"));
+        change(&mut config);
+        let store = tokio::task::spawn_blocking(move || Store::open(config).unwrap())
             .await
             .unwrap();
         let new = NewArtifact {
@@ -871,4 +881,54 @@ async fn local_reasons_end_a_fetch() {
         .unwrap();
     let e = finish(task).await.unwrap_err();
     assert_eq!((e.code.as_str(), e.retryable), ("staging_closed", true), "{e}");
+}
+
+/// A write that waits for the journal is under way when the fetch is canceled.
+#[tokio::test(flavor = "multi_thread", worker_threads = 2)]
+async fn nothing_is_written_after_a_fetch_has_returned() {
+    let (m, bytes, seal) = model_of(12);
+    let a = Node::start("a", &m).await;
+    a.fill(&bytes, a.all());
+    // Room for two blocks that are not journaled.
+    let b = Node::start_with_store("b", &m, Options::default(), |config| {
+        config.unjournaled_limit_bytes = 2 * u64::from(BLOCK);
+    })
+    .await;
+    let (locked, lock) = std::sync::mpsc::channel();
+    let (release, until) = std::sync::mpsc::channel::<()>();
+    let held = b.artifact.clone();
+    let holder = std::thread::spawn(move || {
+        let journal = held.journal.lock();
+        locked.send(()).unwrap();
+        let _ = until.recv();
+        drop(journal);
+    });
+    lock.recv().unwrap();
+    let (_p, peers) = watch::channel(vec![a.peer(true)]);
+    let (_s, seal_rx) = sealed(Some(seal));
+    let (task, cancel) = b.fetch(&peers, &seal_rx);
+    b.wait_for("what there is room for", |x| x.have_count() == 2)
+        .await;
+    // The third one is in the store, and waits.
+    let waits = async {
+        while b.store.waiting_writers() == 0 {
+            tokio::task::yield_now().await;
+        }
+    };
+    tokio::time::timeout(PATIENCE, waits)
+        .await
+        .expect("a write waits");
+    cancel.cancel();
+    // On its own task it would return at once, if it did not wait.
+    for _ in 0..100 {
+        tokio::task::yield_now().await;
+    }
+    assert!(!task.is_finished(), "it has returned while a write is under way");
+    release.send(()).unwrap();
+    holder.join().unwrap();
+    assert!(finish(task).await.unwrap_err().is_canceled());
+    let held = b.artifact.have_count();
+    assert_eq!(b.store.waiting_writers(), 0);
+    b.artifact.flush().unwrap();
+    assert_eq!(b.artifact.have_count(), held);
 }
