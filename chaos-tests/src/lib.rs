@@ -5,12 +5,14 @@
 //! - [`nemesis`]: faults by name, injected into a testbed and healed.
 //! - [`process`]: one such process; [`disk`]: one such disk.
 //! - [`source`]: an HTTP source that counts what it served and misbehaves on request.
+//! - [`failover`]: how long writes stop when the leader is lost, beside etcd.
 //! - [`model`]: model folders and the requests that distribute them.
 //!
 //! The binaries are taken from the target folder that this test was built into; `test.sh` builds them first.
 
 pub mod cluster;
 pub mod disk;
+pub mod failover;
 pub mod model;
 pub mod nemesis;
 pub mod process;

@@ -11,6 +11,8 @@ const NGINX: &str = include_str!("../../../deploy/nginx.conf");
 const LISTEN: &str = "127.0.0.1:9000";
 const STATISTICS: &str = "127.0.0.1:9001";
 const FIRST_MASTER: &str = "127.0.0.1:9003";
+/// What the shipped file asks to know whether a master is of use.
+const READY: &str = "/readyz";
 const PID_FILE: &str = "/run/mooncake-nginx.pid";
 const STOPPED: Duration = Duration::from_secs(10);
 
@@ -36,11 +38,25 @@ pub struct Balancer {
 impl Balancer {
     /// Starts it on `host` in front of these masters (HTTP addresses).
     pub(super) fn start(kind: BalancerKind, dir: &Path, host: &Host, masters: &[String]) -> Result<Self> {
+        let text = match kind {
+            BalancerKind::HaProxy => HAPROXY,
+            BalancerKind::Nginx => NGINX,
+        };
+        Self::start_text(kind, text, dir, host, masters)
+    }
+
+    fn start_text(
+        kind: BalancerKind,
+        text: &str,
+        dir: &Path,
+        host: &Host,
+        masters: &[String],
+    ) -> Result<Self> {
         let listen = format!("{}:9000", host.address);
         let statistics = format!("{}:9001", host.address);
-        let (text, file, program) = match kind {
-            BalancerKind::HaProxy => (HAPROXY, "haproxy.cfg", "/usr/sbin/haproxy"),
-            BalancerKind::Nginx => (NGINX, "nginx.conf", "/usr/sbin/nginx"),
+        let (file, program) = match kind {
+            BalancerKind::HaProxy => ("haproxy.cfg", "/usr/sbin/haproxy"),
+            BalancerKind::Nginx => ("nginx.conf", "/usr/sbin/nginx"),
         };
         ensure!(
             Path::new(program).exists(),
@@ -67,6 +83,19 @@ impl Balancer {
             statistics: (kind == BalancerKind::HaProxy).then(|| format!("http://{statistics}/")),
             process,
         })
+    }
+
+    /// HAProxy on `host` as it is shipped, but for another service: `servers` instead of the masters, and `check` as
+    /// the path of its health check.
+    pub(super) fn start_for(dir: &Path, host: &Host, servers: &[String], check: &str) -> Result<Self> {
+        ensure!(HAPROXY.contains(READY), "the shipped file does not check {READY}");
+        Self::start_text(
+            BalancerKind::HaProxy,
+            &HAPROXY.replace(READY, check),
+            dir,
+            host,
+            servers,
+        )
     }
 
     /// Ends it in an orderly way (nginx ends its workers).

@@ -267,6 +267,11 @@ impl Testbed {
         }
     }
 
+    /// HAProxy as shipped in front of something else than masters, with another path for its health check.
+    pub fn balancer_for(&self, servers: &[String], check: &str) -> Result<Balancer> {
+        Balancer::start_for(self.run.dir(), self.network.host("lb")?, servers, check)
+    }
+
     /// Serves the files below `folder` from the host `src`; clients may read from it. Replaces an earlier one.
     pub async fn serve(&mut self, folder: &Path) -> Result<&HttpSource> {
         self.source = None;

@@ -1,0 +1,185 @@
+//! Debian's etcd under the same measurement, as the yardstick.
+
+use super::{Fault, Subject, cut_off, testbed};
+use crate::{
+    process::Process,
+    testbed::{Balancer, Testbed, master_host},
+};
+use anyhow::{Context, Result, ensure};
+use serde_json::{Value, json};
+use std::{path::Path, time::Duration};
+
+const PROGRAM: &str = "/usr/bin/etcd";
+const CLIENT_PORT: u16 = 2379;
+const PEER_PORT: u16 = 2380;
+const MEMBERS: usize = 3;
+/// In the alphabet of base64, which is how the HTTP gateway takes keys and values.
+const KEY: &str = "bW9vbmNha2U=";
+
+/// Three members behind HAProxy, on the hosts that masters have. Every write is a `put` of a value of the size of a
+/// small job through the HTTP gateway; a member that does not lead passes it on, as a master does.
+pub struct Etcd {
+    bed: Testbed,
+    members: Vec<Process>,
+    _balancer: Balancer,
+    url: String,
+    name: String,
+    value: String,
+}
+
+impl Etcd {
+    /// Starts it with these timers; `None`: its defaults (100 and 1000 ms).
+    pub async fn start(timers_ms: Option<(u64, u64)>) -> Result<Self> {
+        ensure!(
+            Path::new(PROGRAM).exists(),
+            "{PROGRAM} is missing: install Debian's etcd-server (scripts/setup.sh etcd-server)"
+        );
+        let bed = testbed(MEMBERS, 0, None).await?;
+        let address =
+            |i: usize| -> Result<String> { Ok(bed.network.host(&master_host(i))?.address.to_string()) };
+        let peers: Vec<String> = (0..MEMBERS)
+            .map(|i| Ok(format!("m{i}=http://{}:{PEER_PORT}", address(i)?)))
+            .collect::<Result<_>>()?;
+        let mut members = Vec::new();
+        for i in 0..MEMBERS {
+            let (host, data) = (address(i)?, bed.dir().join(format!("etcd-{i}")));
+            let client = format!("http://{host}:{CLIENT_PORT}");
+            let peer = format!("http://{host}:{PEER_PORT}");
+            let mut args: Vec<String> = [
+                ("--name", format!("m{i}")),
+                ("--data-dir", data.display().to_string()),
+                ("--listen-client-urls", client.clone()),
+                ("--advertise-client-urls", client),
+                ("--listen-peer-urls", peer.clone()),
+                ("--initial-advertise-peer-urls", peer),
+                ("--initial-cluster", peers.join(",")),
+                ("--initial-cluster-state", "new".into()),
+                ("--logger", "zap".into()),
+            ]
+            .into_iter()
+            .flat_map(|(flag, value)| [flag.to_owned(), value])
+            .collect();
+            if let Some((heartbeat, election)) = timers_ms {
+                args.push(format!("--heartbeat-interval={heartbeat}"));
+                args.push(format!("--election-timeout={election}"));
+            }
+            let namespace = bed.network.host(&master_host(i))?.namespace.clone();
+            let mut member = Process::new(bed.dir(), &format!("etcd-{i}"), PROGRAM.into(), args)
+                .in_namespace(Some(namespace));
+            member.start()?;
+            members.push(member);
+        }
+        let servers: Vec<String> = (0..MEMBERS)
+            .map(|i| Ok(format!("{}:{CLIENT_PORT}", address(i)?)))
+            .collect::<Result<_>>()?;
+        let balancer = bed.balancer_for(&servers, "/health")?;
+        let name = match timers_ms {
+            None => "etcd, defaults (100/1000 ms)".to_owned(),
+            Some((heartbeat, election)) => format!("etcd, {heartbeat}/{election} ms"),
+        };
+        Ok(Self {
+            bed,
+            members,
+            url: balancer.url.clone(),
+            _balancer: balancer,
+            name,
+            value: "A".repeat(1368),
+        })
+    }
+
+    /// Removes it all.
+    pub fn finish(mut self) {
+        self.members.iter_mut().for_each(Process::kill);
+        self.bed.finish();
+    }
+
+    async fn status(&self, member: usize) -> Result<Value> {
+        let host = self.bed.network.host(&master_host(member))?.address;
+        let url = format!("http://{host}:{CLIENT_PORT}/v3/maintenance/status");
+        let request = self.bed.cluster.http.post(url).json(&json!({}));
+        Ok(request
+            .timeout(Duration::from_secs(1))
+            .send()
+            .await?
+            .json()
+            .await?)
+    }
+
+    async fn look(&self) -> Result<(usize, u64)> {
+        let mut seen = Vec::new();
+        for member in 0..MEMBERS {
+            seen.push(self.status(member).await?);
+        }
+        let number = |value: &Value| value.as_str().and_then(|text| text.parse::<u64>().ok());
+        let leader = seen[0]["leader"].as_str().context("no leader")?;
+        ensure!(
+            seen.iter()
+                .all(|s| s["leader"] == leader && s["raftTerm"] == seen[0]["raftTerm"]),
+            "they do not agree"
+        );
+        let applied: Vec<u64> = seen
+            .iter()
+            .map(|s| number(&s["raftAppliedIndex"]).context("no applied index"))
+            .collect::<Result<_>>()?;
+        let (least, most) = (applied.iter().min(), applied.iter().max());
+        ensure!(
+            most.zip(least).is_some_and(|(most, least)| most - least < 100),
+            "one lags behind"
+        );
+        let at = seen
+            .iter()
+            .position(|s| s["header"]["member_id"] == leader)
+            .context("the leader is not among them")?;
+        Ok((at, number(&seen[0]["raftTerm"]).context("no term")?))
+    }
+}
+
+impl Subject for Etcd {
+    fn name(&self) -> String {
+        self.name.clone()
+    }
+
+    async fn settled(&mut self) -> Result<(usize, u64)> {
+        loop {
+            if let Ok(found) = self.look().await {
+                return Ok(found);
+            }
+            tokio::time::sleep(super::POLL).await;
+        }
+    }
+
+    fn write(&self, _number: u64) -> impl Future<Output = Result<u64>> + Send + 'static {
+        let body = json!({ "key": KEY, "value": self.value });
+        let request = self
+            .bed
+            .cluster
+            .http
+            .post(format!("{}/v3/kv/put", self.url))
+            .json(&body);
+        async move {
+            let answer = request.send().await?.error_for_status()?;
+            let answer: Value = answer.json().await?;
+            let term = answer["header"]["raft_term"].as_str().context("no raft_term")?;
+            Ok(term.parse()?)
+        }
+    }
+
+    fn inject(&mut self, member: usize, fault: Fault) -> Result<()> {
+        match fault {
+            Fault::Kill => self.members[member].signal(rustix::process::Signal::KILL),
+            Fault::Freeze => self.members[member].freeze(),
+            Fault::CutOff => cut_off(&mut self.bed.network, &master_host(member)),
+        }
+    }
+
+    fn heal(&mut self, member: usize, fault: Fault) -> Result<()> {
+        match fault {
+            Fault::Kill => {
+                self.members[member].kill();
+                self.members[member].start()
+            }
+            Fault::Freeze => self.members[member].thaw(),
+            Fault::CutOff => self.bed.network.heal(),
+        }
+    }
+}

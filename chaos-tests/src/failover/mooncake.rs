@@ -1,0 +1,182 @@
+//! Mooncake's masters under the measurement.
+
+use super::{Fault, Subject, cut_off, testbed};
+use crate::{
+    model::Model,
+    testbed::{BalancerKind, Testbed, master_host},
+};
+use anyhow::{Context, Result, ensure};
+use reqwest::StatusCode;
+use serde_json::Value;
+use std::{pin::Pin, time::Duration};
+
+const JOB: Duration = Duration::from_secs(60);
+const STOPPED: Duration = Duration::from_secs(60);
+
+/// What a master said to a write.
+pub type Answer = reqwest::Response;
+/// A write under way.
+pub type Write = Pin<Box<dyn Future<Output = Result<Answer>> + Send>>;
+
+/// Three masters behind HAProxy, and one node. Every write is a new job for a model that the node holds already, so
+/// that what is measured is the masters' work: the job is created, decided and complete in one entry of the log.
+pub struct Mooncake {
+    bed: Testbed,
+    body: Value,
+    /// Job ids of one series of writes differ from those of the next.
+    series: u32,
+    folder: tempfile::TempDir,
+}
+
+impl Mooncake {
+    /// Starts it all.
+    pub async fn start() -> Result<Self> {
+        let folder = tempfile::tempdir()?;
+        let model = Model::create(folder.path(), "failover", &[("weights.bin", 4096)])?;
+        let mut bed = testbed(3, 1, Some(BalancerKind::HaProxy)).await?;
+        let source = bed.serve(folder.path()).await?.url.clone();
+        let node = bed.cluster.nodes[0].clone();
+        let body = model.request("first", &source, &node, &[&node])?;
+        bed.cluster.complete(&body, JOB).await?;
+        Ok(Self {
+            bed,
+            body,
+            series: 0,
+            folder,
+        })
+    }
+
+    /// Number of masters.
+    pub fn masters(&self) -> usize {
+        self.bed.cluster.masters.len()
+    }
+
+    /// Makes writes, apart from what happens to the masters meanwhile.
+    pub fn writer(&self) -> impl Fn(u64) -> Write + Send + 'static {
+        self.writer_at(self.bed.url())
+    }
+
+    /// The same, to one master.
+    pub fn writer_at(&self, endpoint: &str) -> impl Fn(u64) -> Write + Send + 'static {
+        let url = format!("{endpoint}/api/v1/model-distribution/jobs");
+        let (http, template) = (self.bed.cluster.http.clone(), self.body.clone());
+        let series = self.series;
+        move |number| {
+            let mut body = template.clone();
+            body["job_id"] = format!("job-{series}-{number}").into();
+            let request = http.post(&url).json(&body);
+            Box::pin(async move { Ok(request.send().await?) })
+        }
+    }
+
+    /// SIGTERM, and waits for its end.
+    pub async fn stop(&mut self, master: usize) -> Result<()> {
+        let status = self.bed.cluster.masters[master].terminate(STOPPED).await?;
+        ensure!(status.success(), "master {} ended with {status}", master + 1);
+        Ok(())
+    }
+
+    /// Starts a stopped one again.
+    pub fn start_again(&mut self, master: usize) -> Result<()> {
+        self.bed.cluster.masters[master].start()
+    }
+
+    /// HTTP base URL of each master.
+    pub fn endpoints(&self) -> Vec<String> {
+        self.bed.cluster.endpoints.clone()
+    }
+
+    /// For requests.
+    pub fn http(&self) -> reqwest::Client {
+        self.bed.cluster.http.clone()
+    }
+
+    /// A job that waits and goes on waiting: what it downloads comes byte by byte.
+    pub async fn unfinished_job(&mut self) -> Result<String> {
+        let model = Model::create(self.folder.path(), "unfinished", &[("weights.bin", 8 << 20)])?;
+        let source = self.bed.source()?;
+        source.limit_rate(Some(1 << 10));
+        let node = self.bed.cluster.nodes[0].clone();
+        let body = model.request("unfinished", &source.url, &node, &[&node])?;
+        self.bed.cluster.post_job(&body).await?;
+        Ok("unfinished".into())
+    }
+
+    /// How many nodes are anything but `up`.
+    pub async fn nodes_not_up(&mut self) -> Result<u64> {
+        let nodes = self.bed.cluster.get("/api/v1/nodes?consistency=stale").await?;
+        let nodes = nodes["nodes"].as_array().context("no nodes")?;
+        Ok(nodes.iter().filter(|node| node["status"] != "up").count() as u64)
+    }
+
+    /// Of each master.
+    pub fn peak_memory_bytes(&self) -> Result<Vec<u64>> {
+        let masters = self.bed.cluster.masters.iter();
+        masters.map(|master| master.peak_memory_bytes()).collect()
+    }
+
+    /// Removes it all.
+    pub fn finish(self) {
+        self.bed.finish();
+    }
+}
+
+impl Subject for Mooncake {
+    fn name(&self) -> String {
+        "mooncake, defaults".into()
+    }
+
+    fn begin_series(&mut self) {
+        self.series += 1;
+    }
+
+    async fn settled(&mut self) -> Result<(usize, u64)> {
+        self.bed.cluster.wait_ready().await?;
+        let leader = self.bed.cluster.leader().await?;
+        let url = format!("{}/leaderz", self.bed.cluster.endpoints[leader]);
+        let answer = self.bed.cluster.http.get(url).send().await?;
+        Ok((leader, term(&answer)?))
+    }
+
+    fn write(&self, number: u64) -> impl Future<Output = Result<u64>> + Send + 'static {
+        let write = self.writer()(number);
+        async move { term(&created(write.await?)?) }
+    }
+
+    fn inject(&mut self, member: usize, fault: Fault) -> Result<()> {
+        match fault {
+            Fault::Kill => {
+                // Not waiting for its end: the clock runs from the signal.
+                self.bed.cluster.masters[member].signal(rustix::process::Signal::KILL)
+            }
+            Fault::Freeze => self.bed.cluster.masters[member].freeze(),
+            Fault::CutOff => cut_off(&mut self.bed.network, &master_host(member)),
+        }
+    }
+
+    fn heal(&mut self, member: usize, fault: Fault) -> Result<()> {
+        match fault {
+            Fault::Kill => {
+                self.bed.cluster.masters[member].kill();
+                self.bed.cluster.masters[member].start()
+            }
+            Fault::Freeze => self.bed.cluster.masters[member].thaw(),
+            Fault::CutOff => self.bed.network.heal(),
+        }
+    }
+}
+
+/// Only 201 will do.
+pub(super) fn created(answer: Answer) -> Result<Answer> {
+    ensure!(answer.status() == StatusCode::CREATED, "{}", answer.status());
+    Ok(answer)
+}
+
+/// The term in which a master answered.
+pub fn term(answer: &reqwest::Response) -> Result<u64> {
+    let header = answer
+        .headers()
+        .get("x-mooncake-term")
+        .context("no x-mooncake-term")?;
+    Ok(header.to_str()?.parse()?)
+}
