@@ -6,18 +6,22 @@
 //! - [`process`]: one such process; [`disk`]: one such disk.
 //! - [`source`]: an HTTP source that counts what it served and misbehaves on request.
 //! - [`failover`]: how long writes stop when the leader is lost, beside etcd.
+//! - [`workload`]: callers; [`history`]: what they saw; [`checks`]: what must hold of it.
 //! - [`model`]: model folders and the requests that distribute them.
 //!
 //! The binaries are taken from the target folder that this test was built into; `test.sh` builds them first.
 
+pub mod checks;
 pub mod cluster;
 pub mod disk;
 pub mod failover;
+pub mod history;
 pub mod model;
 pub mod nemesis;
 pub mod process;
 pub mod source;
 pub mod testbed;
+pub mod workload;
 
 pub use cluster::{Cluster, ClusterOptions};
 pub use disk::Disk;
