@@ -89,6 +89,7 @@ pub(super) struct Context {
     pub(super) counters: Arc<TransferCounters>,
     pub(super) config: SourceConfig,
     pub(super) buffers: Arc<limits::Buffers>,
+    pub(super) connections: limits::Connections,
     /// Made for the first file that needs it.
     fetcher: OnceLock<Result<Fetcher, TaskFailure>>,
     /// Files whose blocks proved wrong and may not have been forgotten yet. A leaf lock.
@@ -111,6 +112,7 @@ impl Context {
             counters,
             config,
             buffers,
+            connections: limits::Connections::default(),
             fetcher: OnceLock::new(),
             condemned: Mutex::default(),
             tracker: TaskTracker::new(),

@@ -1,6 +1,6 @@
 //! The bounds of everything that reads sources, shared by all acquisitions of the process.
 
-use crate::store::Artifact;
+use crate::{executor::MAX_ACQUISITIONS, store::Artifact};
 use parking_lot::Mutex;
 use std::{
     collections::HashMap,
@@ -35,9 +35,16 @@ pub const SOURCE_CALLS_PER_TASK: usize = 4;
 pub const DISK_STEPS: usize = 8;
 /// Most blocks being hashed and written at once, in the whole process.
 pub const WRITES: usize = 8;
-/// Most HTTP requests under way at once, in the whole process. 12 blocks leave room in
-/// [`MAX_BUFFERS`] even if every connection stalls with a block half filled.
-pub const CONNECTIONS: usize = 12;
+/// HTTP requests that each acquisition may have under way whatever the others do: a slow source takes none from them.
+const OWN_CONNECTIONS: usize = 1;
+/// Most HTTP requests beyond these, in the whole process: who is alone fills a link with them.
+const SHARED_CONNECTIONS: usize = 5;
+/// Most HTTP requests under way at once, in the whole process.
+pub const CONNECTIONS: usize = MAX_ACQUISITIONS * OWN_CONNECTIONS + SHARED_CONNECTIONS;
+const _: () = assert!(
+    CONNECTIONS < MAX_BUFFERS,
+    "there is room even if every connection stalls with a block half filled"
+);
 /// Most HTTP requests under way at once for one file: enough to fill a link that one TCP stream does not.
 pub const CONNECTIONS_PER_FILE: usize = 4;
 /// Most files of one model that are read at once: many small files cost one round trip each.
@@ -61,6 +68,9 @@ pub struct SourceConfig {
     pub connect_timeout: Duration,
     /// Without a byte, on any connection or file.
     pub no_progress_timeout: Duration,
+    /// Fewest bytes that a connection must bring in that time: one that trickles keeps a buffer and a connection for
+    /// nothing.
+    pub floor_bytes: u64,
     /// The first pause before a retry; doubles, with jitter.
     pub backoff_min: Duration,
     /// The longest pause before a retry that the server did not ask for.
@@ -78,6 +88,8 @@ impl Default for SourceConfig {
         Self {
             connect_timeout: Duration::from_secs(10),
             no_progress_timeout: Duration::from_secs(30),
+            // 2 KiB/s: a model would take years.
+            floor_bytes: 64 << 10,
             backoff_min: Duration::from_millis(500),
             backoff_max: Duration::from_secs(30),
             retries: 8,
@@ -96,7 +108,8 @@ static SHARES: LazyLock<Mutex<HashMap<PathBuf, Weak<Share>>>> = LazyLock::new(Mu
 pub(super) static DISK_TURNS: Semaphore = Semaphore::const_new(DISK_STEPS);
 /// For [`WRITES`].
 pub(super) static WRITE_TURNS: Semaphore = Semaphore::const_new(WRITES);
-static CONNECTION_PERMITS: LazyLock<Arc<Semaphore>> = LazyLock::new(|| Arc::new(Semaphore::new(CONNECTIONS)));
+static CONNECTION_PERMITS: LazyLock<Arc<Semaphore>> =
+    LazyLock::new(|| Arc::new(Semaphore::new(SHARED_CONNECTIONS)));
 static HASHER_PERMITS: LazyLock<Arc<Semaphore>> = LazyLock::new(|| Arc::new(Semaphore::new(HASHERS)));
 
 async fn permit(semaphore: &Arc<Semaphore>, n: u32) -> OwnedSemaphorePermit {
@@ -107,9 +120,29 @@ async fn permit(semaphore: &Arc<Semaphore>, n: u32) -> OwnedSemaphorePermit {
         .expect("these semaphores are never closed")
 }
 
-/// Waits for the right to have one HTTP request under way.
-pub(super) async fn connection() -> OwnedSemaphorePermit {
-    permit(&CONNECTION_PERMITS, 1).await
+/// The HTTP requests of one acquisition.
+#[derive(Debug)]
+pub(super) struct Connections {
+    own: Arc<Semaphore>,
+}
+
+impl Default for Connections {
+    fn default() -> Self {
+        Self {
+            own: Arc::new(Semaphore::new(OWN_CONNECTIONS)),
+        }
+    }
+}
+
+impl Connections {
+    /// Waits for the right to have one HTTP request under way.
+    pub(super) async fn take(&self) -> OwnedSemaphorePermit {
+        tokio::select! {
+            biased;
+            own = permit(&self.own, 1) => own,
+            shared = permit(&CONNECTION_PERMITS, 1) => shared,
+        }
+    }
 }
 
 /// Waits for the right to hash one step of a file.

@@ -27,7 +27,7 @@
 //!   same version of it: versions (ETag, modification time) are compared only within one acquisition.
 //! - Sources on this machine while more of them hang than [`limits::MAX_LOCAL_BUFFERS`] (or
 //!   [`limits::SOURCE_CALLS`]) leaves room for: the others are then refused, as retryable, and say so.
-//! - A minimal speed: a source that sends one byte in every no-progress interval is not given up.
+//! - A minimal speed beyond [`SourceConfig::floor_bytes`] per connection.
 
 pub mod allow;
 mod context;

@@ -11,6 +11,7 @@ use crate::{
 use bytes::{Buf, Bytes};
 use reqwest::Response;
 use std::{sync::Arc, time::Duration};
+use tokio::time::Instant;
 
 pub(super) struct Body {
     answer: Response,
@@ -20,6 +21,10 @@ pub(super) struct Body {
     marks_its_end: bool,
     ended: bool,
     no_progress_timeout: Duration,
+    floor_bytes: u64,
+    /// Waited for since the floor was reached last, and what came meanwhile.
+    waited: Duration,
+    meanwhile_bytes: u64,
     counters: Arc<TransferCounters>,
 }
 
@@ -32,6 +37,9 @@ impl Body {
             received: 0,
             ended: false,
             no_progress_timeout: context.config.no_progress_timeout,
+            floor_bytes: context.config.floor_bytes,
+            waited: Duration::ZERO,
+            meanwhile_bytes: 0,
             counters: context.counters.clone(),
         }
     }
@@ -49,7 +57,12 @@ impl Body {
     /// The next bytes; none at the end. `rest` is empty before.
     async fn next(&mut self) -> Result<bool, Trouble> {
         loop {
-            let chunk = match tokio::time::timeout(self.no_progress_timeout, self.answer.chunk()).await {
+            // What this node does between two pieces is not the source's time.
+            let left = self.no_progress_timeout.saturating_sub(self.waited);
+            let began = Instant::now();
+            let piece = tokio::time::timeout(left, self.answer.chunk()).await;
+            self.waited += began.elapsed();
+            let chunk = match piece {
                 Ok(Ok(Some(chunk))) => chunk,
                 Ok(Ok(None)) => {
                     self.ended = true;
@@ -63,14 +76,24 @@ impl Body {
                     )));
                 }
                 Err(_) => {
-                    let limit = self.no_progress_timeout;
-                    let why = format!("no byte arrived for {limit:?}, after {} bytes", self.received);
+                    let (limit, received) = (self.no_progress_timeout, self.received);
+                    let why = match self.meanwhile_bytes {
+                        0 => format!("no byte arrived for {limit:?}, after {received} bytes"),
+                        n => format!(
+                            "only {n} bytes arrived in {limit:?}, after {received} bytes: the source is too slow"
+                        ),
+                    };
                     return Err(Trouble::transient(why));
                 }
             };
             if !chunk.is_empty() {
-                self.received += chunk.len() as u64;
-                self.counters.add_fetched(chunk.len() as u64);
+                let len = chunk.len() as u64;
+                self.received += len;
+                self.meanwhile_bytes += len;
+                if self.meanwhile_bytes >= self.floor_bytes {
+                    (self.waited, self.meanwhile_bytes) = (Duration::ZERO, 0);
+                }
+                self.counters.add_fetched(len);
                 self.rest = chunk;
                 return Ok(true);
             }

@@ -170,7 +170,7 @@ impl Transfer<'_> {
             headers.insert(name, value);
         }
         self.fetcher.turn().await;
-        let _permit = limits::connection().await;
+        let _permit = self.context.connections.take().await;
         let answer = self.fetcher.get(self.file, &self.target, &headers).await?;
         let honoured = known.is_none_or(|k| *k.borrow());
         match answer.status() {
@@ -268,7 +268,7 @@ impl Transfer<'_> {
         answer: Option<Response>,
     ) -> Result<(Body, tokio::sync::OwnedSemaphorePermit), Trouble> {
         self.fetcher.turn().await;
-        let permit = limits::connection().await;
+        let permit = self.context.connections.take().await;
         let answer = match answer {
             Some(answer) => answer,
             None => {

@@ -172,6 +172,7 @@ fn quick() -> SourceConfig {
     SourceConfig {
         connect_timeout: Duration::from_secs(5),
         no_progress_timeout: Duration::from_millis(400),
+        floor_bytes: 1,
         backoff_min: Duration::from_millis(1),
         backoff_max: Duration::from_millis(5),
         retries: 4,

@@ -45,6 +45,8 @@ pub(super) enum Piece {
     Wait(Arc<Notify>),
     /// Sends nothing more, and keeps the connection.
     Stall,
+    /// Sends a byte every 20 ms, for ever.
+    Trickle,
     /// Sends bytes for ever.
     Endless,
     /// Closes the connection.
@@ -190,6 +192,12 @@ async fn connection<S: AsyncRead + AsyncWrite + Unpin>(
                     Ok(())
                 }
                 Piece::Stall => std::future::pending().await,
+                Piece::Trickle => loop {
+                    tokio::time::sleep(std::time::Duration::from_millis(20)).await;
+                    if let Err(e) = stream.write_all(b"x").await {
+                        break Err(e);
+                    }
+                },
                 Piece::Endless => loop {
                     if let Err(e) = stream.write_all(&[b'x'; 64 << 10]).await {
                         break Err(e);

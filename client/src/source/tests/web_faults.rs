@@ -237,6 +237,77 @@ async fn a_stalled_connection_is_given_up() {
 }
 
 #[tokio::test]
+async fn a_connection_that_trickles_is_given_up() {
+    let data = noise(4 * BLOCK, 1);
+    let d = data.clone();
+    let server = faulty(&data, move |n, _| {
+        let part = Piece::Bytes(d[..BLOCK + 5].to_vec());
+        (n == 0).then(|| Reply::new(&first_range(d.len()), vec![part, Piece::Trickle]))
+    })
+    .await;
+    let node = Node::with_file(&data);
+    let url = server.url("f");
+    let origin = url::Url::parse(&url).unwrap().origin().ascii_serialization();
+    let config = SourceConfig {
+        floor_bytes: 1024,
+        ..quick()
+    };
+    let run = acquire_with(node.task(&[&url], &[&origin]), config, CancellationToken::new());
+    tokio::time::timeout(Duration::from_secs(60), run)
+        .await
+        .expect("it does not wait for a byte at a time")
+        .unwrap();
+    assert_eq!(node.bytes(), data);
+}
+
+/// A source that takes every connection it can get, and sends nothing.
+#[tokio::test]
+async fn a_slow_source_takes_no_connection_from_others() {
+    let data = noise(4 * BLOCK, 1);
+    let d = data.clone();
+    let slow = Server::start(move |r| {
+        let (a, b) = r.range().expect("ranges are asked for");
+        let (total, len) = (d.len(), b - a + 1);
+        let head = format!(
+            "206 Partial Content\nETag: \"v1\"\nContent-Range: bytes {a}-{b}/{total}\nContent-Length: {len}"
+        );
+        Reply::new(&head, vec![Piece::Stall])
+    })
+    .await;
+    let sha = Checksum::Sha256(Digest::sha256(&data));
+    let names: Vec<String> = (0..limits::FILES_AT_ONCE).map(|n| n.to_string()).collect();
+    let greedy = Node::new(
+        names
+            .iter()
+            .map(|n| manifest_file(n, data.len(), sha.clone()))
+            .collect(),
+    );
+    let urls: Vec<String> = names.iter().map(|n| slow.url(n)).collect();
+    let urls: Vec<&str> = urls.iter().map(String::as_str).collect();
+    let origin = url::Url::parse(urls[0]).unwrap().origin().ascii_serialization();
+    let patient = SourceConfig {
+        no_progress_timeout: Duration::from_secs(3600),
+        ..quick()
+    };
+    let cancel = CancellationToken::new();
+    let greedy_run = acquire_with(greedy.task(&urls, &[&origin]), patient, cancel.clone());
+    let other = async {
+        while slow.requests().len() < 6 {
+            tokio::time::sleep(Duration::from_millis(1)).await;
+        }
+        let server = Server::good(data.clone()).await;
+        let node = Node::with_file(&data);
+        let result = node.acquire_from(&server.url("f")).await;
+        cancel.cancel();
+        result
+    };
+    let (greedy_end, other) = tokio::join!(greedy_run, other);
+    other.unwrap();
+    assert!(greedy_end.unwrap_err().is_canceled());
+    assert_eq!(slow.requests().len(), 6, "one of its own, and what all share");
+}
+
+#[tokio::test]
 async fn endless_bodies_end() {
     let data = noise(2 * BLOCK, 1);
     for head in [
