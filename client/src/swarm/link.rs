@@ -120,6 +120,7 @@ pub(super) struct Link {
     shared: Arc<Shared>,
     /// Bounded by what is sent: a request per permit, a cancel per request, a few subscriptions.
     outgoing: mpsc::UnboundedSender<Bytes>,
+    stop: CancellationToken,
     _stop: DropGuard,
 }
 
@@ -161,12 +162,26 @@ impl Link {
         Arc::new(Self {
             shared,
             outgoing,
-            _stop: stop.drop_guard(),
+            _stop: stop.clone().drop_guard(),
+            stop,
         })
     }
 
     fn alive(&self) -> bool {
         self.shared.state.lock().dead.is_none()
+    }
+
+    /// Closes a link whose peer answers no requests any more, for every fetch that shares it: from now on nobody gets
+    /// it, and what its answers would have taken of the budget is free. The other fetches hear [`Event::Down`].
+    pub(super) fn abandon(&self, why: &str) {
+        let due = {
+            let mut state = self.shared.state.lock();
+            state.dead.get_or_insert_with(|| why.to_owned());
+            std::mem::take(&mut state.due)
+        };
+        drop(due);
+        // The reader ends, and tells the subscribers.
+        self.stop.cancel();
     }
 
     fn send(&self, body: Body) {
@@ -464,13 +479,11 @@ impl Shared {
         Ok(())
     }
 
-    async fn fail(&self, why: String) {
+    async fn fail(&self, mut why: String) {
         let (subscriptions, _due) = {
             let mut state = self.state.lock();
-            if state.dead.is_some() {
-                return;
-            }
-            state.dead = Some(why.clone());
+            // Unless it was given one when it was abandoned.
+            why = state.dead.get_or_insert(why).clone();
             (
                 std::mem::take(&mut state.subscriptions),
                 std::mem::take(&mut state.due),

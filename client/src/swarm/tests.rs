@@ -209,17 +209,9 @@ impl Node {
 
     /// The file in staging, for damage.
     fn staging_file(&self, path: &str) -> PathBuf {
-        let object = self
-            .artifact
-            .manifest()
-            .files
-            .iter()
-            .find(|f| f.path == path)
-            .unwrap();
+        let mut files = self.artifact.manifest().files.iter();
         self.artifact
-            .object(&object.objects.get(0).unwrap())
-            .unwrap()
-            .path
+            .file_path(files.position(|f| f.path == path).unwrap())
     }
 
     /// Flips a bit in every block of a file on the disk, behind the store's back.
@@ -586,7 +578,7 @@ async fn a_list_that_does_not_reproduce_the_seal_is_refused_until_a_right_one_co
 
 /// Greets one puller, says that it holds all of `seal`, answers pings and nothing else; tells when it was asked
 /// for its digest list.
-async fn mute(listener: TcpListener, hello: Arc<HelloConfig>, seal: Seal, asked: Arc<tokio::sync::Notify>) {
+async fn mute(listener: &TcpListener, hello: Arc<HelloConfig>, seal: Seal, asked: Arc<tokio::sync::Notify>) {
     use crate::transport::{Frame, NoBlocks};
     use mooncake_proto::pb::peer::{self as pb, peer_message::Body};
     use prost::Message;
@@ -608,7 +600,9 @@ async fn mute(listener: TcpListener, hello: Arc<HelloConfig>, seal: Seal, asked:
             _ => continue,
         };
         let message = pb::PeerMessage { body: Some(answer) };
-        sender.send_control(message.encode_to_vec().into()).await.unwrap();
+        if sender.send_control(message.encode_to_vec().into()).await.is_err() {
+            return;
+        }
     }
 }
 
@@ -642,7 +636,10 @@ async fn a_peer_that_never_gives_its_list_is_passed_over() {
         ..(*good.swarm.inner.hello).clone()
     };
     let asked = Arc::new(tokio::sync::Notify::new());
-    let serving = tokio::spawn(mute(listener, Arc::new(hello), seal, asked.clone()));
+    let serving = tokio::spawn({
+        let asked = asked.clone();
+        async move { mute(&listener, Arc::new(hello), seal, asked).await }
+    });
     let (peers_tx, peers) = watch::channel(vec![silent.clone()]);
     let (_s, seal_rx) = sealed(Some(seal));
     let (task, _) = b.fetch(&peers, &seal_rx);
@@ -931,4 +928,56 @@ async fn nothing_is_written_after_a_fetch_has_returned() {
     assert_eq!(b.store.waiting_writers(), 0);
     b.artifact.flush().unwrap();
     assert_eq!(b.artifact.have_count(), held);
+}
+
+/// It answers pings, so that the connection lives, and no request.
+#[tokio::test(flavor = "multi_thread", worker_threads = 2)]
+async fn what_an_abandoned_link_owed_is_free_and_nobody_gets_it_again() {
+    let (m, _, seal) = model_of(2);
+    let b = Node::start("b", &m).await;
+    let listener = TcpListener::bind("127.0.0.1:0").await.unwrap();
+    let silent = PeerAddress {
+        node_id: "mute:25001".into(),
+        data_address: listener.local_addr().unwrap().to_string(),
+        ..b.peer(false)
+    };
+    let hello = Arc::new(HelloConfig {
+        node_id: silent.node_id.clone(),
+        instance_id: "mute".into(),
+        ..HelloConfig::clone(&b.swarm.inner.hello)
+    });
+    tokio::spawn(async move {
+        loop {
+            mute(&listener, hello.clone(), seal, Arc::default()).await;
+        }
+    });
+    let link = b.swarm.inner.links.get(&silent).await.unwrap();
+    let (events, mut heard) = tokio::sync::mpsc::channel(8);
+    let subscription = link.subscribe(&b.artifact, 1, events.clone()).unwrap();
+    link.subscribe(&b.artifact, 2, events).unwrap();
+    let budget = Arc::new(Semaphore::new(1));
+    let permit = budget.clone().try_acquire_owned().unwrap();
+    link.request(subscription, 0, BLOCK, false, permit).unwrap();
+    let again = b.swarm.inner.links.get(&silent).await.unwrap();
+    assert!(Arc::ptr_eq(&link, &again), "a link is shared while it lives");
+    assert_eq!(budget.available_permits(), 0);
+
+    link.abandon("it owes");
+    assert_eq!(budget.available_permits(), 1);
+    let again = b.swarm.inner.links.get(&silent).await.unwrap();
+    assert!(!Arc::ptr_eq(&link, &again));
+    let mut down = Vec::new();
+    let told = async {
+        while down.len() < 2 {
+            if let link::Event::Down { peer, why } = heard.recv().await.unwrap() {
+                assert_eq!(why, "it owes");
+                down.push(peer);
+            }
+        }
+    };
+    tokio::time::timeout(PATIENCE, told)
+        .await
+        .expect("whoever shares it is told");
+    down.sort_unstable();
+    assert_eq!(down, [1, 2]);
 }
