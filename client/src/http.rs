@@ -249,15 +249,13 @@ async fn object(
             format!("this node holds nothing of {model}"),
         );
     };
-    let Some((file, chunk)) = artifact.manifest().find_object(&key) else {
+    let Some(object) = artifact.object(&key) else {
         return problem(
             ProblemCode::ObjectNotFound,
             format!("{model} has no object '{key}'"),
         );
     };
-    let range = artifact.manifest().files[file].chunk_range(chunk);
-    let blocks = artifact.blocks().overlapping(file, range.clone());
-    if !blocks.clone().all(|b| artifact.has(b)) {
+    if !object.held {
         return problem(
             ProblemCode::ObjectNotFound,
             format!(
@@ -274,11 +272,11 @@ async fn object(
             .insert(header::RETRY_AFTER, HeaderValue::from_static("1"));
         return busy;
     };
-    let len = range.end - range.start;
+    let len = object.range.end - object.range.start;
     let reader = Reader {
         artifact,
-        blocks,
-        range,
+        blocks: object.blocks,
+        range: object.range,
         _permit: permit,
     };
     let stream = futures_util::stream::try_unfold(reader, |mut reader| async move {

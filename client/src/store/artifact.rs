@@ -597,9 +597,9 @@ impl Artifact {
         let range = self.manifest.files[file].chunk_range(chunk);
         let held = self.state.lock().missing[self.first_object[file] + chunk as usize] == 0;
         Some(ObjectRange {
-            path: self.file_path(file),
-            offset: range.start,
-            len: range.end - range.start,
+            file,
+            blocks: self.blocks.overlapping(file, range.clone()),
+            range,
             held,
         })
     }

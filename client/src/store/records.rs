@@ -94,7 +94,8 @@ impl FolderIdentity {
 #[derive(Debug, Serialize, Deserialize)]
 pub(crate) struct StagedFile {
     pub(crate) mtime_ns: i64,
-    /// Where the manifest declares one: the index for reuse across revisions.
+    /// As the manifest beside it declares it. Nothing reads it: files are not reused across revisions yet, and the
+    /// manifest says the same. It stays because the encoding is frozen.
     pub(crate) sha256: Option<Digest>,
 }
 

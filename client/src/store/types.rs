@@ -7,7 +7,7 @@ use mooncake_proto::{
     pb,
 };
 use serde::{Deserialize, Serialize};
-use std::{fmt, path::PathBuf, sync::Arc, time::Duration};
+use std::{fmt, ops::Range, path::PathBuf, sync::Arc, time::Duration};
 
 /// Default bound of bytes that are verified but not yet journaled: what a kill of the process may cost
 /// (DESIGN §9 allows 64 MiB per node).
@@ -123,15 +123,15 @@ pub struct Holding {
     pub fence: Fence,
 }
 
-/// Where an object's bytes are on this node.
+/// Where an object's bytes are in its artifact.
 #[derive(Clone, Debug, PartialEq, Eq)]
 pub struct ObjectRange {
-    /// The file, in staging or in the final folder.
-    pub path: PathBuf,
-    /// Offset within the file, in bytes.
-    pub offset: u64,
-    /// Length in bytes.
-    pub len: u64,
-    /// Whether every block that overlaps it is verified.
+    /// Index of the file.
+    pub file: usize,
+    /// Its bytes within the file.
+    pub range: Range<u64>,
+    /// The blocks that overlap it.
+    pub blocks: Range<u32>,
+    /// Whether all of them are verified.
     pub held: bool,
 }

@@ -749,6 +749,7 @@ impl Chooser {
     }
 
     /// Duplicate requests so far.
+    #[cfg(test)]
     pub fn duplicates(&self) -> u32 {
         self.duplicates
     }

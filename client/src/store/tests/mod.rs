@@ -169,10 +169,10 @@ fn from_the_first_block_to_the_published_folder() {
     assert!(!artifact.object(object).unwrap().held);
     artifact.write_own_block(0, &bytes(&artifact, 0, 0)).unwrap();
     let range = artifact.object(object).unwrap();
-    assert!(range.held && (range.offset, range.len) == (200_000, 100_000));
-    let file = fs::File::open(&range.path).unwrap();
+    assert!(range.held && range.range == (200_000..300_000) && range.blocks == (0..2));
+    let file = fs::File::open(artifact.file_path(range.file)).unwrap();
     let mut got = vec![0; 100_000];
-    file.read_exact_at(&mut got, range.offset).unwrap();
+    file.read_exact_at(&mut got, range.range.start).unwrap();
     let two = [bytes(&artifact, 0, 0), bytes(&artifact, 1, 0)].concat();
     assert!(got == two[200_000..300_000]);
     assert_eq!(artifact.objects_done(), 5);
@@ -199,7 +199,7 @@ fn from_the_first_block_to_the_published_folder() {
     );
     check_folder(&path, &artifact);
     assert_eq!(artifact.read_block(3).unwrap(), bytes(&artifact, 3, 0));
-    assert!(artifact.object(object).unwrap().path.starts_with(&path));
+    assert!(artifact.object(object).unwrap().held && artifact.file_path(range.file).starts_with(&path));
     artifact.write_own_block(3, &bytes(&artifact, 3, 0)).unwrap();
     assert!(matches!(
         artifact.write_own_block(3, &bytes(&artifact, 3, 1)),
