@@ -20,16 +20,18 @@
 //! Not guaranteed: global rarest-first (a node knows its own peers); for more than `SAMPLE` candidates the
 //! rarest of a sample is taken.
 
+mod pace;
+mod shares;
+mod types;
+
 use super::bits::{Bits, ones};
 pub use super::words::PeerIndex;
+use pace::{Answer, Pace, WINDOW_MIN};
+pub use shares::hash_id;
+use shares::{Shares, weight};
 use std::collections::{BTreeMap, HashMap};
+pub use types::{Decline, Delivery, PeerTraits, Pick, Stall};
 
-/// Outstanding requests at a peer of which nothing is known yet.
-const WINDOW_START: u32 = 4;
-/// How long a measured latency counts. After it the window goes down for one round trip to measure again.
-const PROBE_US: u64 = 10_000_000;
-/// Fewest outstanding requests: one being sent while the next one waits.
-const WINDOW_MIN: u32 = 2;
 /// Most bytes outstanding at one peer: 10 Gbit/s over 25 ms.
 pub const WINDOW_MAX_BYTES: u64 = 32 << 20;
 /// How long a block that a peer declined as `sent elsewhere` is not asked of it again: it usually is
@@ -51,63 +53,6 @@ const ENDGAME_BLOCKS: u32 = 64;
 const ENDGAME_MIN: u32 = 4;
 /// Candidates looked at for one choice: exact rarest-first for artifacts of the usual 2,000 blocks.
 const SAMPLE: u32 = 4096;
-/// Groups of blocks whose owners are computed one by one.
-const OWNER_GROUPS: u32 = 1 << 16;
-
-/// What the chooser needs to know of a peer.
-#[derive(Clone, Copy, Debug)]
-pub struct PeerTraits {
-    /// [`hash_id`] of its node id.
-    pub hash: u64,
-    /// Whether it is the seed.
-    pub seed: bool,
-    /// Whether it is in this node's rack; all are where no racks are known.
-    pub near: bool,
-}
-
-/// The next request.
-#[derive(Clone, Copy, Debug, PartialEq, Eq)]
-pub struct Pick {
-    /// Of whom.
-    pub peer: PeerIndex,
-    /// What.
-    pub block: u32,
-    /// To be declined if somebody else gets it from there.
-    pub unless_sent: bool,
-}
-
-/// Why a request brought no block.
-#[derive(Clone, Copy, Debug, PartialEq, Eq)]
-pub enum Decline {
-    /// The peer does not have it (any more), or cannot read it.
-    NotHeld,
-    /// The peer has no slot.
-    Busy,
-    /// `unless_sent` applied.
-    SentElsewhere,
-    /// This node canceled it.
-    Canceled,
-}
-
-/// What came of a delivery.
-#[derive(Clone, Debug, PartialEq, Eq)]
-pub struct Delivery {
-    /// The block is wanted: verify it, then say [`Chooser::obtained`] or [`Chooser::failed`].
-    pub wanted: bool,
-    /// Requests for the same block at other peers, to be canceled.
-    pub cancel: Vec<PeerIndex>,
-}
-
-/// A peer that does not deliver.
-#[derive(Clone, Debug, PartialEq, Eq)]
-pub struct Stall {
-    /// Which.
-    pub peer: PeerIndex,
-    /// Requests to cancel: others have these blocks.
-    pub cancel: Vec<u32>,
-    /// Leave it altogether.
-    pub drop: bool,
-}
 
 #[derive(Clone, Copy, Debug)]
 struct Asked {
@@ -124,16 +69,7 @@ struct Peer {
     asked: BTreeMap<u32, Asked>,
     deferred: HashMap<u32, u64>,
     busy_until_us: u64,
-    window: u32,
-    /// Bytes per microsecond.
-    rate: f64,
-    /// Shortest times from request to block, in this span and in the one before (see [`PROBE_US`]).
-    min_latency_us: [f64; 2],
-    span_from_us: u64,
-    /// The window is at its least until a request that met no queue of our own is answered.
-    probing: bool,
-    measured_bytes: u64,
-    measured_from_us: u64,
+    pace: Pace,
     last_delivery_us: u64,
     stalled_since_us: Option<u64>,
     /// Blocks of it that are being verified: a window is not filled again before it is known to be good.
@@ -143,16 +79,11 @@ struct Peer {
 }
 
 impl Peer {
-    /// Time from request to block without a queue of our own making.
-    fn base_latency_us(&self) -> f64 {
-        self.min_latency_us[0].min(self.min_latency_us[1])
-    }
-
     /// Whether it may be asked for one more. A peer of which nothing was verified yet gets one block to prove
     /// itself, unless it is the seed, whose word is all there is anyway.
     fn room(&self, now_us: u64) -> bool {
         let window = if self.trusted || self.traits.seed {
-            self.window
+            self.pace.window()
         } else {
             1
         };
@@ -193,30 +124,9 @@ pub struct Chooser {
     holders: Vec<u16>,
     /// At whom a block is outstanding (canceled requests do not count).
     asked: HashMap<u32, Vec<PeerIndex>>,
-    /// Groups of blocks that are this node's share of what only a seed has; `None`: peers changed.
-    owned: Option<Bits>,
-    group_shift: u32,
+    shares: Shares,
     starved_since_us: Option<u64>,
     duplicates: u32,
-}
-
-/// A node's number in hashes.
-pub fn hash_id(node_id: &str) -> u64 {
-    // FNV-1a, mixed: stable over versions and platforms, for all nodes must agree on it.
-    mix(node_id.bytes().fold(0xcbf2_9ce4_8422_2325, |h, b| {
-        (h ^ u64::from(b)).wrapping_mul(0x0100_0000_01b3)
-    }))
-}
-
-/// The finalizer of SplitMix64.
-fn mix(mut x: u64) -> u64 {
-    x = (x ^ (x >> 30)).wrapping_mul(0xbf58_476d_1ce4_e5b9);
-    x = (x ^ (x >> 27)).wrapping_mul(0x94d0_49bb_1331_11eb);
-    x ^ (x >> 31)
-}
-
-fn weight(node: u64, item: u32) -> u64 {
-    mix(node ^ u64::from(item).wrapping_mul(0x9e37_79b9_7f4a_7c15))
 }
 
 impl Chooser {
@@ -226,10 +136,6 @@ impl Chooser {
         (0..blocks).for_each(|b| {
             wanted.set(b);
         });
-        let mut group_shift = 0;
-        while blocks >> group_shift > OWNER_GROUPS {
-            group_shift += 1;
-        }
         Self {
             node,
             block_size: block_size.into(),
@@ -242,8 +148,7 @@ impl Chooser {
             near: vec![0; blocks as usize],
             holders: vec![0; blocks as usize],
             asked: HashMap::new(),
-            owned: None,
-            group_shift,
+            shares: Shares::new(node, blocks),
             starved_since_us: None,
             duplicates: 0,
         }
@@ -282,13 +187,7 @@ impl Chooser {
             asked: BTreeMap::new(),
             deferred: HashMap::new(),
             busy_until_us: 0,
-            window: WINDOW_START.min(self.window_max()),
-            rate: 0.0,
-            min_latency_us: [f64::INFINITY; 2],
-            span_from_us: 0,
-            probing: false,
-            measured_bytes: 0,
-            measured_from_us: 0,
+            pace: Pace::new(self.block_size, self.window_max()),
             last_delivery_us: 0,
             stalled_since_us: None,
             verifying: 0,
@@ -298,7 +197,7 @@ impl Chooser {
             self.peers.insert(peer, fresh).is_none(),
             "peer {peer} is there already"
         );
-        self.owned = None;
+        self.shares.stale();
     }
 
     /// A peer is gone; what was asked of it is wanted again.
@@ -313,7 +212,7 @@ impl Chooser {
                 self.release(peer, block);
             }
         }
-        self.owned = None;
+        self.shares.stale();
     }
 
     /// A peer can be asked for a block.
@@ -447,8 +346,7 @@ impl Chooser {
         if let Some(pick) = pick {
             let p = self.peers.get_mut(&pick.peer).expect("chosen among the peers");
             if p.asked.is_empty() {
-                p.measured_bytes = 0;
-                p.measured_from_us = now_us;
+                p.pace.begins(now_us);
             }
             let depth = p.asked.len();
             p.asked.insert(
@@ -466,7 +364,9 @@ impl Chooser {
     }
 
     fn choose(&mut self, now_us: u64, mode: Mode) -> Option<Pick> {
-        self.refresh_owned();
+        let receivers = self.peers.values().filter(|p| !p.traits.seed);
+        self.shares
+            .refresh(|| receivers.clone().map(|p| p.traits.hash).collect());
         let mut order: Vec<_> = self
             .peers
             .iter()
@@ -479,7 +379,7 @@ impl Chooser {
                     (false, false) => 2,
                     (true, _) => 3,
                 };
-                let load = p.asked.len() as u32 * 1024 / p.window;
+                let load = p.asked.len() as u32 * 1024 / p.pace.window();
                 ((class, load, weight(self.node, *i)), *i)
             })
             .collect();
@@ -514,7 +414,7 @@ impl Chooser {
                     }
                 }
                 looked_at += 1;
-                let not_mine = p.traits.seed && !self.owns(block);
+                let not_mine = p.traits.seed && !self.shares.owns(block);
                 let score = (not_mine, self.holders[at], weight(self.node, block));
                 if best.is_none_or(|(s, _)| score < s) {
                     best = Some((score, block));
@@ -571,34 +471,6 @@ impl Chooser {
         None
     }
 
-    fn owns(&self, block: u32) -> bool {
-        self.owned
-            .as_ref()
-            .is_some_and(|o| o.get(block >> self.group_shift))
-    }
-
-    /// Rendezvous hashing: of all receivers this node knows, itself included, whose weight is highest.
-    fn refresh_owned(&mut self) {
-        if self.owned.is_some() {
-            return;
-        }
-        let groups = (self.have.len() >> self.group_shift) + 1;
-        let rivals: Vec<u64> = self
-            .peers
-            .values()
-            .filter(|p| !p.traits.seed)
-            .map(|p| p.traits.hash)
-            .collect();
-        let mut owned = Bits::new(groups);
-        for group in 0..groups {
-            let mine = weight(self.node, group);
-            if rivals.iter().all(|r| weight(*r, group) <= mine) {
-                owned.set(group);
-            }
-        }
-        self.owned = Some(owned);
-    }
-
     /// A block arrived from `peer`, in answer to a request.
     pub fn delivered(&mut self, peer: PeerIndex, block: u32, bytes: u64, now_us: u64) -> Delivery {
         self.answered(peer, block, Some(bytes), now_us);
@@ -633,7 +505,7 @@ impl Chooser {
             Decline::Busy => {
                 if let Some(p) = self.peers.get_mut(&peer) {
                     p.busy_until_us = now_us + BUSY_US;
-                    p.window = (p.window / 2).max(WINDOW_MIN);
+                    p.pace.halve();
                 }
             }
             Decline::SentElsewhere => {
@@ -647,8 +519,6 @@ impl Chooser {
     }
 
     fn answered(&mut self, peer: PeerIndex, block: u32, bytes: Option<u64>, now_us: u64) {
-        let window_max = self.window_max();
-        let block_size = self.block_size as f64;
         let Some(p) = self.peers.get_mut(&peer) else {
             return;
         };
@@ -657,35 +527,13 @@ impl Chooser {
         };
         p.last_delivery_us = now_us;
         if let Some(bytes) = bytes {
-            let latency = (now_us - asked.at_us).max(1) as f64;
-            if now_us > p.span_from_us + PROBE_US {
-                // What was measured long ago counts no more; and what is measured behind a queue of our own
-                // would let the window, and with it the queue, grow for ever.
-                p.probing = p.span_from_us > 0;
-                p.min_latency_us = [f64::INFINITY, p.min_latency_us[0]];
-                p.span_from_us = now_us;
-            }
-            p.min_latency_us[0] = p.min_latency_us[0].min(latency);
-            p.probing &= asked.depth > 1;
-            p.measured_bytes += bytes;
-            let span = now_us - p.measured_from_us;
-            if span > 0 && (p.measured_bytes as f64 >= 4.0 * block_size || span > 100_000) {
-                let now_rate = p.measured_bytes as f64 / span as f64;
-                // Up at once; down slowly, and only if there was enough asked to show what the path can do.
-                let busy = p.asked.len() as u32 + 1 >= p.window / 2;
-                if now_rate > p.rate {
-                    p.rate = now_rate;
-                } else if busy {
-                    p.rate += 0.3 * (now_rate - p.rate);
-                }
-                (p.measured_bytes, p.measured_from_us) = (0, now_us);
-            }
-            if p.probing {
-                p.window = WINDOW_MIN;
-            } else if p.rate > 0.0 {
-                let wanted = (2.0 * p.rate * p.base_latency_us() / block_size).ceil() as u32 + 1;
-                p.window = wanted.clamp(WINDOW_MIN, window_max);
-            }
+            let answer = Answer {
+                bytes,
+                asked_at_us: asked.at_us,
+                depth: asked.depth,
+                outstanding: p.asked.len(),
+            };
+            p.pace.answered(answer, now_us);
         }
         let woke = p.stalled_since_us.take().is_some();
         if woke {
@@ -715,8 +563,7 @@ impl Chooser {
             let Some(oldest) = p.asked.values().map(|a| a.at_us).min() else {
                 continue;
             };
-            let base = p.base_latency_us();
-            let usual = if base.is_finite() { (base * 8.0) as u64 } else { 0 };
+            let usual = p.pace.base_latency_us().map_or(0, |base| (base * 8.0) as u64);
             if now_us < oldest.max(p.last_delivery_us) + STALL_US.max(usual) {
                 continue;
             }
@@ -732,7 +579,7 @@ impl Chooser {
             self.count(peer, false);
             let p = self.peers.get_mut(&peer).expect("just seen");
             p.stalled_since_us = Some(now_us);
-            p.window = WINDOW_MIN;
+            p.pace.reset();
             for block in &cancel {
                 p.asked.get_mut(block).expect("standing").canceled = true;
             }

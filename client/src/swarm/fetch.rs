@@ -490,7 +490,9 @@ impl Fetch {
                 if stall.drop {
                     tracing::warn!(%model, %node, "a peer delivers nothing; leaving it for now");
                     // What it owes would keep its part of the budget for as long as it answers pings.
-                    session.link.abandon("the peer delivered nothing that it was asked for");
+                    session
+                        .link
+                        .abandon("the peer delivered nothing that it was asked for");
                     self.leave(stall.peer, false);
                 } else {
                     tracing::info!(%model, %node, blocks = stall.cancel.len(), "a peer is stalled; asking others");
