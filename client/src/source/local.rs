@@ -112,7 +112,7 @@ fn cannot_read(file: &SourceFile, error: &io::Error) -> TaskFailure {
     }
 }
 
-/// A source that is open.
+/// A source that is open, until its file is taken.
 struct Source(Option<File>);
 
 impl Source {
@@ -122,9 +122,9 @@ impl Source {
 }
 
 impl Drop for Source {
-    /// Closing may wait for a network share, too.
+    /// Where a transfer is left early. Closing may wait for a network share, too.
     fn drop(&mut self) {
-        let file = self.0.take();
+        let Some(file) = self.0.take() else { return };
         match tokio::runtime::Handle::try_current() {
             Ok(runtime) => drop(runtime.spawn_blocking(move || drop(file))),
             Err(_) => drop(file),
@@ -171,8 +171,13 @@ pub(super) async fn fetch(context: &Arc<Context>, file: &Arc<SourceFile>) -> Res
             None => break,
         }
     }
-    let after = source.clone();
-    let after = context.call_source(file, move || Ok(after.file().metadata().map(|m| Version::of(&m))));
+    drop(copies);
+    let after = context.call_source(file, move || {
+        let after = source.file().metadata().map(|m| Version::of(&m));
+        // In this call's turn.
+        drop(Arc::into_inner(source).and_then(|mut source| source.0.take()));
+        Ok(after)
+    });
     match after.await? {
         Ok(after) if after == version => Ok(()),
         Ok(_) => Err(file.changed("its size or modification time is another now")),

@@ -63,6 +63,9 @@ impl Artifact {
             .collect();
         let damaged = {
             let mut state = self.state.lock();
+            if state.rescanned {
+                return Rehash::Done; // closed meanwhile: nothing was found out
+            }
             state.damaged.extend(damaged);
             if !state.recorded.is_empty() || state.rehashing > step.len() {
                 state.rehashing -= step.len();
