@@ -19,7 +19,7 @@ use std::{
 use tokio::sync::{Semaphore, SemaphorePermit};
 
 /// How long a cluster may take to form, or to have a leader again, on a busy 2-core machine.
-pub const READY_DEADLINE: Duration = Duration::from_secs(60);
+pub const READY_DEADLINE: Duration = Duration::from_secs(120);
 const POLL: Duration = Duration::from_millis(20);
 
 /// What to start.
@@ -31,6 +31,9 @@ pub struct ClusterOptions {
     pub clients: usize,
     /// Given to clients as `--allow-source`.
     pub allow_sources: Vec<String>,
+    /// Raft timers of every master: heartbeat, shortest and longest random part of an election's time-out. `None`:
+    /// the product's own.
+    pub raft_timers_ms: Option<[u64; 3]>,
     /// Further arguments of every master.
     pub master_args: Vec<String>,
     /// Further arguments of every client.
@@ -49,11 +52,22 @@ impl Default for ClusterOptions {
             masters: 3,
             clients: 3,
             allow_sources: Vec::new(),
+            raft_timers_ms: None,
             master_args: Vec::new(),
             client_args: Vec::new(),
             secret: None,
             client_roots: Vec::new(),
             node_ids: Vec::new(),
+        }
+    }
+}
+
+impl ClusterOptions {
+    /// For tests of anything but elections: a machine that stands still for seconds starts none.
+    pub fn calm() -> Self {
+        Self {
+            raft_timers_ms: Some([200, 1500, 3000]),
+            ..Self::default()
         }
     }
 }
@@ -105,8 +119,18 @@ pub struct Cluster {
     dir: PathBuf,
     /// Of a cluster on loopback.
     _temporary: Option<tempfile::TempDir>,
+    /// Whether its end prints the ends of all logs: the test runner shows them only for a test that failed.
+    tells_on_drop: bool,
     /// Held while this cluster exists; see [`ONE_AT_A_TIME`].
     _turn: Option<SemaphorePermit<'static>>,
+}
+
+impl Drop for Cluster {
+    fn drop(&mut self) {
+        if self.tells_on_drop {
+            eprintln!("{}", self.log_tails());
+        }
+    }
 }
 
 /// Tests of one program run on several threads, but one cluster at a time: on a 2-core machine two of them
@@ -120,6 +144,7 @@ impl Cluster {
         let turn = Self::turn().await?;
         let mut cluster = Self::prepare(&options)?;
         cluster._turn = Some(turn);
+        cluster.tells_on_drop = true;
         cluster.start_all().await?;
         Ok(cluster)
     }
@@ -198,6 +223,15 @@ impl Cluster {
                 "--bootstrap",
             ]);
             args.extend(secret_args.iter().cloned());
+            if let Some(timers) = options.raft_timers_ms {
+                let flags = ["--heartbeat-ms", "--election-min-ms", "--election-max-ms"];
+                args.extend(
+                    flags
+                        .iter()
+                        .zip(timers)
+                        .flat_map(|(f, ms)| [f.to_string(), ms.to_string()]),
+                );
+            }
             args.extend(options.master_args.iter().cloned());
             let process = Process::new(
                 &dir,
@@ -254,6 +288,7 @@ impl Cluster {
             http: http_client()?,
             dir,
             _temporary: None,
+            tells_on_drop: false,
             _turn: None,
         })
     }
@@ -263,6 +298,12 @@ impl Cluster {
         &self.dir
     }
 
+    /// The ends of all logs, for messages.
+    pub fn log_tails(&self) -> String {
+        let tails = self.masters.iter().chain(&self.clients).map(Process::log_tail);
+        tails.collect::<Vec<_>>().join("\n")
+    }
+
     /// Waits until every running master is ready and every running client's node is up.
     pub async fn wait_ready(&mut self) -> Result<()> {
         let until = Instant::now() + READY_DEADLINE;
@@ -270,15 +311,9 @@ impl Cluster {
             match self.ready().await {
                 Ok(()) => return Ok(()),
                 Err(e) if Instant::now() >= until => {
-                    let tails: Vec<_> = self
-                        .masters
-                        .iter()
-                        .chain(&self.clients)
-                        .map(Process::log_tail)
-                        .collect();
                     return Err(e.context(format!(
                         "not ready within {READY_DEADLINE:?}\n{}",
-                        tails.join("\n")
+                        self.log_tails()
                     )));
                 }
                 Err(_) => tokio::time::sleep(POLL).await,
@@ -359,9 +394,9 @@ impl Cluster {
         }
     }
 
-    /// GET from any running master (503 and connection errors move on to the next one, for a while).
+    /// GET from any running master (503, 504 and connection errors move on to the next one, for a while).
     pub async fn get(&mut self, path: &str) -> Result<Value> {
-        let until = Instant::now() + Duration::from_secs(15);
+        let until = Instant::now() + READY_DEADLINE;
         let mut last = anyhow::anyhow!("no master is running");
         loop {
             for i in 0..self.masters.len() {
@@ -370,7 +405,7 @@ impl Cluster {
                 }
                 match self.http.get(format!("{}{path}", self.endpoints[i])).send().await {
                     Ok(answer) if answer.status() == StatusCode::OK => return Ok(answer.json().await?),
-                    Ok(answer) if answer.status() == StatusCode::SERVICE_UNAVAILABLE => {
+                    Ok(answer) if is_passing(answer.status()) => {
                         last = anyhow::anyhow!("{path}: {}", answer.text().await?);
                     }
                     Ok(answer) => bail!("{path}: {} {}", answer.status(), answer.text().await?),
@@ -384,11 +419,40 @@ impl Cluster {
         }
     }
 
-    /// POST a job to master `master`: (status, body).
+    /// POST a job to master `master`: (status, body). While the cluster has no leader, or a leader is lost on the way,
+    /// the same request is repeated for a while, as callers are told to do; an election in the middle may so turn
+    /// the 201 of a new job into the 200 of a repeat.
     pub async fn post_job_to(&self, master: usize, body: &Value) -> Result<(u16, Value)> {
-        let url = format!("{}/api/v1/model-distribution/jobs", self.endpoints[master]);
-        let answer = self.http.post(url).json(body).send().await?;
-        Ok((answer.status().as_u16(), answer.json().await?))
+        self.post_to(master, "", body).await
+    }
+
+    /// Cancels a job through master `master`, repeated in the same way: (status, body).
+    pub async fn cancel_at(&self, master: usize, id: &str) -> Result<(u16, Value)> {
+        self.post_to(master, &format!("/{id}/cancel"), &Value::Null).await
+    }
+
+    async fn post_to(&self, master: usize, path: &str, body: &Value) -> Result<(u16, Value)> {
+        let url = format!("{}/api/v1/model-distribution/jobs{path}", self.endpoints[master]);
+        let until = Instant::now() + READY_DEADLINE;
+        loop {
+            let answer = self.http.post(&url).json(body).send().await?;
+            let status = answer.status();
+            if is_passing(status) && Instant::now() < until {
+                tokio::time::sleep(POLL).await;
+                continue;
+            }
+            return Ok((status.as_u16(), answer.json().await?));
+        }
+    }
+
+    /// Posts a job that must be accepted, new or repeated; gives the snapshot.
+    pub async fn create(&mut self, body: &Value) -> Result<Value> {
+        let (status, snapshot) = self.post_job(body).await?;
+        ensure!(
+            matches!(status, 200 | 201),
+            "expected 201 (or 200, after an election), got {status}: {snapshot:#}"
+        );
+        Ok(snapshot)
     }
 
     /// POST a job to the first running master.
@@ -419,15 +483,9 @@ impl Cluster {
                 return Ok(snapshot);
             }
             if Instant::now() >= until {
-                let tails: Vec<_> = self
-                    .masters
-                    .iter()
-                    .chain(&self.clients)
-                    .map(Process::log_tail)
-                    .collect();
                 bail!(
                     "job {id} is not there after {deadline:?}: {snapshot:#}\n{}",
-                    tails.join("\n")
+                    self.log_tails()
                 );
             }
             tokio::time::sleep(POLL).await;
@@ -442,10 +500,9 @@ impl Cluster {
         .await
     }
 
-    /// Posts a job, expects 201, waits for `completed`.
+    /// Creates a job, waits for `completed`.
     pub async fn complete(&mut self, body: &Value, deadline: Duration) -> Result<Value> {
-        let (status, snapshot) = self.post_job(body).await?;
-        ensure!(status == 201, "expected 201, got {status}: {snapshot:#}");
+        let snapshot = self.create(body).await?;
         let id = snapshot["job_id"].as_str().context("no job_id")?.to_owned();
         let snapshot = self.wait_ended(&id, deadline).await?;
         ensure!(
@@ -462,6 +519,14 @@ impl Cluster {
             .and_then(|p| p.iter().find(|p| p["node_id"] == *self.nodes[node]))
             .unwrap_or(&Value::Null)
     }
+}
+
+/// No leader at the moment, or its answer was lost: asking again may help, and a repeat does no harm.
+fn is_passing(status: StatusCode) -> bool {
+    matches!(
+        status,
+        StatusCode::SERVICE_UNAVAILABLE | StatusCode::GATEWAY_TIMEOUT
+    )
 }
 
 fn strings(args: &[&str]) -> Vec<String> {

@@ -166,15 +166,49 @@ fn noise(size: u64) -> Vec<u8> {
     out
 }
 
-/// Bytes that the files below `folder` really occupy on the disk (blocks, not lengths).
-pub fn allocated_bytes(folder: &Path) -> Result<u64> {
-    use std::os::unix::fs::MetadataExt;
-    let mut total = 0;
-    for entry in walkdir::WalkDir::new(folder) {
-        let entry = entry?;
-        if entry.file_type().is_file() {
-            total += entry.metadata()?.blocks() * 512;
+/// The files of models that a client is still receiving, each in a folder of its own below its root.
+pub fn staging_folders(root: &Path) -> Vec<PathBuf> {
+    stagings(root).into_iter().map(|s| s.join("data")).collect()
+}
+
+fn stagings(root: &Path) -> Vec<PathBuf> {
+    let Ok(entries) = fs::read_dir(root.join(".mooncake/staging")) else {
+        return Vec::new();
+    };
+    entries.filter_map(Result::ok).map(|e| e.path()).collect()
+}
+
+/// Blocks that the journals of a client's unfinished models have recorded, which a killed client still has when it
+/// comes back. The journal may grow meanwhile: what is given is the least that is there later. With several models,
+/// block numbers of different models are in one list.
+pub fn journaled_blocks(root: &Path) -> Result<Vec<u32>> {
+    /// The client's frozen format: a header, then records of kind (1), zero (3), block (4), digest and checksum.
+    const HEADER_BYTES: usize = 64;
+    const RECORD_BYTES: usize = 44;
+    const KIND_FORGOTTEN: u8 = 2;
+    let mut all = Vec::new();
+    for staging in stagings(root) {
+        let bytes = match fs::read(staging.join("journal")) {
+            Ok(bytes) => bytes,
+            // Not begun yet, or published meanwhile.
+            Err(e) if e.kind() == std::io::ErrorKind::NotFound => continue,
+            Err(e) => return Err(e.into()),
+        };
+        let mut blocks = std::collections::BTreeSet::new();
+        // A record that is being written is not whole yet.
+        for record in bytes
+            .get(HEADER_BYTES..)
+            .unwrap_or_default()
+            .chunks_exact(RECORD_BYTES)
+        {
+            let block = u32::from_le_bytes(record[4..8].try_into()?);
+            if record[0] == KIND_FORGOTTEN {
+                blocks.remove(&block);
+            } else {
+                blocks.insert(block);
+            }
         }
+        all.extend(blocks);
     }
-    Ok(total)
+    Ok(all)
 }

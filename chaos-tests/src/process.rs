@@ -69,9 +69,15 @@ impl Process {
         ensure!(self.child.is_none(), "{} is already running", self.name);
         let log = File::options().create(true).append(true).open(&self.log)?;
         let mut command = Command::new(&self.program);
+        for (name, _) in std::env::vars_os() {
+            if changes_behaviour(&name.to_string_lossy()) {
+                command.env_remove(name);
+            }
+        }
         command
             .args(&self.args)
             .args(more)
+            .env("RUST_LOG", "info")
             .envs(self.env.iter().map(|(n, v)| (n, v)))
             .stdin(Stdio::null())
             .stdout(log.try_clone()?)
@@ -217,6 +223,12 @@ impl Process {
             lines[from..].join("\n")
         )
     }
+}
+
+/// Variables of whoever runs the tests that the processes under test would obey.
+fn changes_behaviour(name: &str) -> bool {
+    let name = name.to_ascii_uppercase();
+    name.ends_with("_PROXY") || name.starts_with("MOONCAKE_") || name.starts_with("SSL_CERT_")
 }
 
 impl Drop for Process {

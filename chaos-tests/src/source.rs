@@ -1,4 +1,4 @@
-//! An HTTP source that counts what it served and misbehaves on request.
+//! An HTTP source that counts what it served, stops where it is told to, and misbehaves on request.
 
 use anyhow::Result;
 use axum::{
@@ -16,13 +16,19 @@ use std::{
     io,
     os::unix::fs::FileExt,
     path::{Path, PathBuf},
-    sync::Arc,
+    sync::{
+        Arc,
+        atomic::{AtomicUsize, Ordering},
+    },
     time::Duration,
 };
-use tokio::time::Instant;
+use tokio::{sync::watch, time::Instant};
 
 /// Bytes per body frame.
 const FRAME_BYTES: u64 = 64 << 10;
+/// What a held source finishes once it has begun it, at multiples of this in the file: the smallest block. So a held
+/// client lacks no part of a block that it has begun, and would get no byte twice if it asked again meanwhile.
+const PIECE_BYTES: u64 = 256 << 10;
 
 /// How the source answers.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
@@ -93,6 +99,48 @@ struct Shared {
     /// Times each byte of each path was served, as ranges.
     served: Mutex<HashMap<String, Vec<(u64, u64)>>>,
     requests: Mutex<u64>,
+    /// See [`HttpSource::hold_at`]; `u64::MAX`: no hold.
+    hold: watch::Sender<u64>,
+    /// Bytes of the pieces that were begun.
+    begun: Mutex<u64>,
+    bodies: AtomicUsize,
+    waiting: AtomicUsize,
+}
+
+/// One more of something, as long as it lives.
+struct Counted(Arc<Shared>, fn(&Shared) -> &AtomicUsize);
+
+impl Counted {
+    fn new(shared: &Arc<Shared>, what: fn(&Shared) -> &AtomicUsize) -> Self {
+        what(shared).fetch_add(1, Ordering::SeqCst);
+        Self(shared.clone(), what)
+    }
+}
+
+impl Drop for Counted {
+    fn drop(&mut self) {
+        (self.1)(&self.0).fetch_sub(1, Ordering::SeqCst);
+    }
+}
+
+impl Shared {
+    /// Waits until `bytes` more may be sent.
+    async fn begin(self: &Arc<Self>, bytes: u64) {
+        let may = |limit: u64| {
+            let mut begun = self.begun.lock();
+            let may = begun.saturating_add(bytes) <= limit;
+            if may {
+                *begun += bytes;
+            }
+            may
+        };
+        let mut hold = self.hold.subscribe();
+        if may(*hold.borrow_and_update()) {
+            return;
+        }
+        let _waiting = Counted::new(self, |s| &s.waiting);
+        let _ = hold.wait_for(|limit| may(*limit)).await;
+    }
 }
 
 /// The server; it stops on drop.
@@ -118,6 +166,10 @@ impl HttpSource {
             free_at: Mutex::new(Instant::now()),
             served: Mutex::default(),
             requests: Mutex::new(0),
+            hold: watch::Sender::new(u64::MAX),
+            begun: Mutex::new(0),
+            bodies: AtomicUsize::new(0),
+            waiting: AtomicUsize::new(0),
         });
         let listener = tokio::net::TcpListener::bind(address).await?;
         let url = format!("http://{}", listener.local_addr()?);
@@ -140,6 +192,27 @@ impl HttpSource {
         *self.shared.bytes_per_second.lock() = bytes_per_second;
     }
 
+    /// Stops before the first piece of 256 KiB that would take it beyond `bytes` of bodies since the start, until
+    /// [`release`](Self::release) or a later hold: whatever a test does meanwhile, it does in the middle.
+    pub fn hold_at(&self, bytes: u64) {
+        self.shared.hold.send_replace(bytes);
+    }
+
+    /// Ends the hold.
+    pub fn release(&self) {
+        self.hold_at(u64::MAX);
+    }
+
+    /// Bodies that wait at the hold.
+    pub fn waiting(&self) -> usize {
+        self.shared.waiting.load(Ordering::SeqCst)
+    }
+
+    /// Bodies that are being sent to somebody who is still there. At 0, the counts stand until the next request.
+    pub fn bodies(&self) -> usize {
+        self.shared.bodies.load(Ordering::SeqCst)
+    }
+
     /// Body bytes handed to the network so far.
     pub fn bytes_served(&self) -> u64 {
         self.shared
@@ -149,6 +222,12 @@ impl HttpSource {
             .flatten()
             .map(|(a, b)| b - a)
             .sum()
+    }
+
+    /// Of these, those of one file.
+    pub fn bytes_served_of(&self, path: &str) -> u64 {
+        let served = self.shared.served.lock();
+        served.get(path).into_iter().flatten().map(|(a, b)| b - a).sum()
     }
 
     /// Body bytes that were served more than once.
@@ -165,7 +244,7 @@ impl HttpSource {
         *self.shared.requests.lock()
     }
 
-    /// Forgets the counts.
+    /// Forgets the counts (a hold does not).
     pub fn reset_counts(&self) {
         self.shared.served.lock().clear();
         *self.shared.requests.lock() = 0;
@@ -272,7 +351,8 @@ fn frames(
     behaviour: Behaviour,
 ) -> impl futures_util::Stream<Item = io::Result<Bytes>> {
     let file = Arc::new(file);
-    stream::unfold(start, move |at| {
+    let body = Counted::new(&shared, |s| &s.bodies);
+    stream::unfold((start, body), move |(at, body)| {
         let (shared, path, file) = (shared.clone(), path.clone(), file.clone());
         async move {
             let mut at = at;
@@ -294,9 +374,14 @@ fn frames(
             if let Behaviour::CutWithoutRanges { after_bytes } = behaviour
                 && at - start >= after_bytes
             {
-                return Some((Err(io::Error::from(io::ErrorKind::ConnectionReset)), end));
+                return Some((Err(io::Error::from(io::ErrorKind::ConnectionReset)), (end, body)));
             }
-            let len = FRAME_BYTES.min(end - at);
+            if at == start || at % PIECE_BYTES == 0 {
+                let piece_end = (at / PIECE_BYTES + 1) * PIECE_BYTES;
+                shared.begin(piece_end.min(end) - at).await;
+            }
+            // Frames end with pieces, wherever the range began.
+            let len = FRAME_BYTES.min(end - at).min(PIECE_BYTES - at % PIECE_BYTES);
             let rate = *shared.bytes_per_second.lock();
             if let Some(rate) = rate {
                 let slot = {
@@ -309,13 +394,13 @@ fn frames(
             }
             let mut frame = vec![0; len as usize];
             if let Err(e) = file.read_exact_at(&mut frame, at) {
-                return Some((Err(e), end));
+                return Some((Err(e), (end, body)));
             }
             if behaviour == Behaviour::Changed {
                 frame.iter_mut().for_each(|b| *b ^= 0x55);
             }
             shared.served.lock().entry(path).or_default().push((at, at + len));
-            Some((Ok(Bytes::from(frame)), at + len))
+            Some((Ok(Bytes::from(frame)), (at + len, body)))
         }
     })
 }

@@ -1,13 +1,10 @@
 //! Failures end in `failed` with a reason a person can act on, and never in a final folder that is not whole.
 
-use crate::JOB;
+use crate::{JOB, bed::Bed};
 use anyhow::{Context, Result, ensure};
-use mooncake_chaos::{Behaviour, Cluster, ClusterOptions, HttpSource, Model, model::final_folders};
+use mooncake_chaos::{Behaviour, Cluster, ClusterOptions, Model, model::final_folders};
 use serde_json::{Value, json};
-use std::{
-    process::Command,
-    time::{Duration, Instant},
-};
+use std::{path::PathBuf, process::Command};
 
 /// The job failed because its seed did, and left nothing behind.
 fn assert_seed_failed(cluster: &Cluster, job: &Value, reason: &[&str]) {
@@ -28,7 +25,7 @@ fn assert_seed_failed(cluster: &Cluster, job: &Value, reason: &[&str]) {
     for root in &cluster.roots {
         assert_eq!(
             final_folders(root),
-            Vec::<std::path::PathBuf>::new(),
+            Vec::<PathBuf>::new(),
             "no final folder anywhere"
         );
     }
@@ -36,56 +33,40 @@ fn assert_seed_failed(cluster: &Cluster, job: &Value, reason: &[&str]) {
 
 #[tokio::test]
 async fn seed_failures_say_why_and_leave_nothing() -> Result<()> {
-    let dir = tempfile::tempdir()?;
-    let model = Model::create(dir.path(), "seedfail", &[("a.bin", 3 << 20), ("b.bin", 2 << 20)])?;
-    let source = HttpSource::start(dir.path()).await?;
-    let folder = dir.path().display().to_string();
-    let allow = vec![source.url.clone(), folder.clone()];
-    let mut cluster = Cluster::start(ClusterOptions {
-        allow_sources: allow,
-        ..Default::default()
-    })
-    .await?;
-    let nodes = cluster.nodes.clone();
-    let targets: Vec<&str> = nodes.iter().map(String::as_str).collect();
+    let mut bed = Bed::start("seedfail", &[("a.bin", 3 << 20), ("b.bin", 2 << 20)], None).await?;
+    let folder = bed.model.folder.display().to_string();
 
-    let mut wrong = model.request("wrong-checksum", &source.url, &nodes[0], &targets)?;
+    let mut wrong = bed.request("wrong-checksum", 0, &ALL)?;
     wrong["manifest"]["files"][1]["checksum"] = json!(format!("sha256:{}", "1".repeat(64)));
-    cluster.post_job(&wrong).await?;
-    let job = cluster.wait_ended("wrong-checksum", JOB).await?;
-    assert_seed_failed(&cluster, &job, &["b.bin", "1111"]);
+    seed_fails(&mut bed, &wrong, &["b.bin", "1111"]).await?;
 
-    let missing = model.request(
-        "missing",
-        &format!("file://{folder}/nowhere"),
-        &nodes[0],
-        &targets,
-    )?;
-    cluster.post_job(&missing).await?;
-    let job = cluster.wait_ended("missing", JOB).await?;
-    assert_seed_failed(&cluster, &job, &["nowhere"]);
+    let missing = bed.request_from(&format!("file://{folder}/nowhere"), "missing", 0, &ALL)?;
+    seed_fails(&mut bed, &missing, &["nowhere"]).await?;
 
-    let outside = model.request("outside", "/etc", &nodes[0], &targets)?;
-    cluster.post_job(&outside).await?;
-    let job = cluster.wait_ended("outside", JOB).await?;
-    assert_seed_failed(&cluster, &job, &["--allow-source"]);
+    let outside = bed.request_from("/etc", "outside", 0, &ALL)?;
+    seed_fails(&mut bed, &outside, &["--allow-source"]).await?;
 
-    source.behave(Behaviour::NotFound);
-    let absent = model.request("absent", &source.url, &nodes[0], &targets)?;
-    cluster.post_job(&absent).await?;
-    let job = cluster.wait_ended("absent", JOB).await?;
-    assert_seed_failed(&cluster, &job, &["404"]);
+    bed.source.behave(Behaviour::NotFound);
+    let absent = bed.request("absent", 0, &ALL)?;
+    seed_fails(&mut bed, &absent, &["404"]).await?;
 
-    source.behave(Behaviour::CutWithoutRanges { after_bytes: 1 << 20 });
-    let cut = model.request("cut", &source.url, &nodes[0], &targets)?;
-    cluster.post_job(&cut).await?;
-    let job = cluster.wait_ended("cut", JOB).await?;
-    assert_seed_failed(&cluster, &job, &["range"]);
+    bed.source
+        .behave(Behaviour::CutWithoutRanges { after_bytes: 1 << 20 });
+    let cut = bed.request("cut", 0, &ALL)?;
+    seed_fails(&mut bed, &cut, &["range"]).await?;
 
     // The key is free and the cluster is well.
-    source.behave(Behaviour::Honest);
-    let good = model.request("good", &source.url, &nodes[0], &targets)?;
-    cluster.complete(&good, JOB).await?;
+    bed.source.behave(Behaviour::Honest);
+    let good = bed.request("good", 0, &ALL)?;
+    bed.cluster.complete(&good, JOB).await?;
+    Ok(())
+}
+
+const ALL: [usize; 3] = [0, 1, 2];
+
+async fn seed_fails(bed: &mut Bed, body: &Value, reason: &[&str]) -> Result<()> {
+    let job = bed.end_of(body).await?;
+    assert_seed_failed(&bed.cluster, &job, reason);
     Ok(())
 }
 
@@ -113,40 +94,38 @@ impl Drop for Tmpfs {
     }
 }
 
+/// Client 2 has this filesystem for its models.
+fn with_small_disk(disk: &Tmpfs) -> ClusterOptions {
+    ClusterOptions {
+        client_roots: vec![None, None, Some(disk.0.path().to_owned())],
+        ..ClusterOptions::calm()
+    }
+}
+
+/// Client 2 failed for want of space and published nothing; the others have the model.
+fn assert_no_space_on_the_third(bed: &Bed, job: &Value) -> Result<()> {
+    bed.assert_staged(job, 0)?;
+    bed.assert_staged(job, 1)?;
+    let failed = bed.cluster.placement(job, 2);
+    assert_eq!(failed["state"], "failed", "{job:#}");
+    let reason = failed["last_error"].as_str().context("reason")?;
+    assert!(reason.contains("space"), "{job:#}");
+    assert!(final_folders(&bed.cluster.roots[2]).is_empty());
+    Ok(())
+}
+
 #[tokio::test]
 async fn a_full_disk_fails_one_follower_and_spares_the_others() -> Result<()> {
-    let dir = tempfile::tempdir()?;
-    let model = Model::create(dir.path(), "fulldisk", &[("a.bin", 24 << 20)])?;
     let small = Tmpfs::mount("16m")?;
-    let mut cluster = Cluster::start(ClusterOptions {
-        allow_sources: vec![dir.path().display().to_string()],
-        client_roots: vec![None, None, Some(small.0.path().to_owned())],
-        ..Default::default()
-    })
-    .await?;
-    let nodes = cluster.nodes.clone();
-    let targets: Vec<&str> = nodes.iter().map(String::as_str).collect();
-    let body = model.request("full", &dir.path().display().to_string(), &nodes[0], &targets)?;
-    cluster.post_job(&body).await?;
-    let job = cluster.wait_ended("full", JOB).await?;
+    let mut bed = Bed::start_with("fulldisk", &[("a.bin", 24 << 20)], None, with_small_disk(&small)).await?;
+    let body = bed.request("full", 0, &ALL)?;
+    let job = bed.end_of(&body).await?;
     assert_eq!(job["status"], "failed", "{job:#}");
-    for node in 0..2 {
-        let p = cluster.placement(&job, node);
-        assert_eq!(p["state"], "staged", "{job:#}");
-        model.assert_equal(p["local_path"].as_str().context("path")?)?;
-    }
-    let failed = cluster.placement(&job, 2);
-    assert_eq!(failed["state"], "failed", "{job:#}");
-    assert!(
-        failed["last_error"].as_str().context("reason")?.contains("space"),
-        "{job:#}"
-    );
-    assert!(
-        job["last_error"].as_str().context("reason")?.contains(&nodes[2]),
-        "{job:#}"
-    );
-    assert!(final_folders(&cluster.roots[2]).is_empty());
-    drop(cluster);
+    assert_no_space_on_the_third(&bed, &job)?;
+    let reason = job["last_error"].as_str().context("reason")?;
+    assert!(reason.contains(&bed.cluster.nodes[2]), "{job:#}");
+    // The clients end before their disk does.
+    drop(bed);
     Ok(())
 }
 
@@ -154,190 +133,106 @@ async fn a_full_disk_fails_one_follower_and_spares_the_others() -> Result<()> {
 /// preallocated, so what fails is what comes beside the data: journal and records.
 #[tokio::test]
 async fn a_disk_that_fills_up_in_the_middle_stages_whole_or_fails_clearly() -> Result<()> {
-    let dir = tempfile::tempdir()?;
-    let model = Model::create(dir.path(), "fillup", &[("a.bin", 16 << 20)])?;
-    let source = HttpSource::start(dir.path()).await?;
-    source.limit_rate(Some(4 << 20));
     let small = Tmpfs::mount("20m")?;
-    let mut cluster = Cluster::start(ClusterOptions {
-        allow_sources: vec![source.url.clone()],
-        client_roots: vec![None, None, Some(small.0.path().to_owned())],
-        ..Default::default()
-    })
-    .await?;
-    let nodes = cluster.nodes.clone();
-    let targets: Vec<&str> = nodes.iter().map(String::as_str).collect();
-    let body = model.request("fillup", &source.url, &nodes[0], &targets)?;
-    cluster.post_job(&body).await?;
-    cluster
-        .wait_job("fillup", JOB, |s| {
-            let placements = s["placements"].as_array().map(Vec::as_slice).unwrap_or_default();
-            placements
-                .iter()
-                .any(|p| p["node_id"] == *nodes[2] && p["staged_bytes"].as_u64() > Some(0))
-        })
-        .await?;
+    let files = [("a.bin", 16 << 20)];
+    let mut bed = Bed::start_with("fillup", &files, Some(4 << 20), with_small_disk(&small)).await?;
+    bed.source.hold_at(8 << 20);
+    bed.post_to_all("fillup").await?;
+    bed.wait_bytes("fillup", 2, 0).await?;
     // Until nothing fits any more.
-    let hog = small.0.path().join("hog");
-    let mut file = std::fs::File::create(&hog)?;
-    while std::io::Write::write_all(&mut file, &[0; 4096]).is_ok() {}
-    let job = cluster.wait_ended("fillup", JOB).await?;
-    for node in 0..2 {
-        assert_eq!(cluster.placement(&job, node)["state"], "staged", "{job:#}");
-    }
-    let third = cluster.placement(&job, 2);
-    if third["state"] == "staged" {
-        model.assert_equal(third["local_path"].as_str().context("path")?)?;
+    let mut hog = std::fs::File::create(small.0.path().join("hog"))?;
+    while std::io::Write::write_all(&mut hog, &[0; 4096]).is_ok() {}
+    bed.source.release();
+    let job = bed.cluster.wait_ended("fillup", JOB).await?;
+    if job["status"] == "completed" {
+        for node in ALL {
+            bed.assert_staged(&job, node)?;
+        }
     } else {
-        assert_eq!(third["state"], "failed", "{job:#}");
-        assert!(
-            third["last_error"].as_str().context("reason")?.contains("space"),
-            "{job:#}"
-        );
-        assert!(final_folders(&cluster.roots[2]).is_empty());
+        assert_no_space_on_the_third(&bed, &job)?;
     }
-    drop(cluster);
+    drop(bed);
     Ok(())
 }
 
 #[tokio::test]
 async fn a_dead_node_fails_within_the_grace() -> Result<()> {
-    let dir = tempfile::tempdir()?;
-    let model = Model::create(dir.path(), "deadnode", &[("a.bin", 24 << 20)])?;
-    let source = HttpSource::start(dir.path()).await?;
-    source.limit_rate(Some(6 << 20));
-    let mut cluster = Cluster::start(ClusterOptions {
-        allow_sources: vec![source.url.clone()],
+    // Long enough that only a node that is dead stays away for so long; the product's own is 30 s.
+    let options = ClusterOptions {
         master_args: vec!["--node-grace-s".into(), "5".into()],
-        ..Default::default()
-    })
-    .await?;
-    let nodes = cluster.nodes.clone();
-    let targets: Vec<&str> = nodes.iter().map(String::as_str).collect();
-    let body = model.request("dead", &source.url, &nodes[0], &targets)?;
-    cluster.post_job(&body).await?;
-    cluster
-        .wait_job("dead", JOB, |s| {
-            s["placements"].as_array().is_some_and(|p| {
-                p.iter()
-                    .any(|p| p["node_id"] == *nodes[2] && p["staged_bytes"].as_u64() > Some(0))
-            })
-        })
-        .await?;
-    cluster.clients[2].kill();
-    let killed = Instant::now();
-    let job = cluster
-        .wait_job("dead", JOB, |s| {
-            s["placements"].as_array().is_some_and(|p| {
-                p.iter()
-                    .any(|p| p["node_id"] == *nodes[2] && p["state"] == "failed")
-            })
-        })
-        .await?;
-    let took = killed.elapsed();
-    assert!(
-        took <= Duration::from_secs(10),
-        "grace 5 s + 5 s, took {took:?}: {job:#}"
-    );
-    let job = cluster.wait_ended("dead", JOB).await?;
+        ..ClusterOptions::calm()
+    };
+    let mut bed = Bed::start_with("dead", &[("a.bin", 24 << 20)], Some(6 << 20), options).await?;
+    bed.source.hold_at(12 << 20);
+    bed.post_to_all("dead").await?;
+    bed.wait_bytes("dead", 2, 0).await?;
+    bed.cluster.clients[2].kill();
+    bed.source.release();
+    let job = bed.cluster.wait_ended("dead", JOB).await?;
     assert_eq!(job["status"], "failed", "{job:#}");
-    for node in 0..2 {
-        assert_eq!(cluster.placement(&job, node)["state"], "staged", "{job:#}");
-    }
-    assert!(
-        cluster.placement(&job, 2)["last_error"]
-            .as_str()
-            .context("reason")?
-            .contains("grace"),
-        "{job:#}"
-    );
+    bed.assert_staged(&job, 0)?;
+    bed.assert_staged(&job, 1)?;
+    let dead = bed.cluster.placement(&job, 2);
+    assert_eq!(dead["state"], "failed", "{job:#}");
+    let reason = dead["last_error"].as_str().context("reason")?;
+    assert!(reason.contains("within the grace of 5 s"), "{job:#}");
     Ok(())
+}
+
+fn moving(job: &Value) -> bool {
+    job["progress"]["bytes_staged"].as_u64() > Some(0)
 }
 
 #[tokio::test]
 async fn cancel_stops_what_no_other_job_wants() -> Result<()> {
-    let dir = tempfile::tempdir()?;
-    let model = Model::create(dir.path(), "cancel", &[("a.bin", 16 << 20)])?;
-    let source = HttpSource::start(dir.path()).await?;
-    source.limit_rate(Some(3 << 20));
-    let mut cluster = Cluster::start(ClusterOptions {
-        allow_sources: vec![source.url.clone()],
-        ..Default::default()
-    })
-    .await?;
-    let nodes = cluster.nodes.clone();
-    let moving = |s: &Value| s["progress"]["bytes_staged"].as_u64() > Some(0);
+    let mut bed = Bed::start("cancel", &[("a.bin", 16 << 20)], None).await?;
+    bed.source.hold_at(8 << 20);
 
     // Two jobs want it: canceling one stops nothing.
-    let one = model.request("one", &source.url, &nodes[0], &[&nodes[0], &nodes[1]])?;
-    let two = model.request("two", &source.url, &nodes[0], &[&nodes[0], &nodes[2]])?;
-    cluster.post_job(&one).await?;
-    cluster.post_job(&two).await?;
-    cluster.wait_job("one", JOB, moving).await?;
-    let cancel = |id: &str| {
-        format!(
-            "{}/api/v1/model-distribution/jobs/{id}/cancel",
-            cluster.endpoints[1]
-        )
-    };
-    let answer = cluster.http.post(cancel("one")).send().await?;
-    assert_eq!(answer.status(), 200);
-    let canceled: Value = answer.json().await?;
+    let one = bed.request("one", 0, &[0, 1])?;
+    let two = bed.request("two", 0, &[0, 2])?;
+    bed.cluster.create(&one).await?;
+    bed.cluster.create(&two).await?;
+    bed.cluster.wait_job("one", JOB, moving).await?;
+    let (status, canceled) = bed.cluster.cancel_at(1, "one").await?;
     assert_eq!(
-        (canceled["status"].as_str(), canceled["last_error"].as_str()),
-        (Some("canceled"), Some("canceled"))
+        (status, &canceled["status"], &canceled["last_error"]),
+        (200, &json!("canceled"), &json!("canceled"))
     );
-    assert_eq!(
-        cluster.http.post(cancel("one")).send().await?.status(),
-        200,
-        "canceling again is fine"
-    );
-    let done = cluster.wait_ended("two", JOB).await?;
-    assert_eq!(done["status"], "completed", "{done:#}");
-    assert_eq!(source.bytes_served(), model.total_bytes()?);
-    let url = format!(
-        "{}/api/v1/model-distribution/jobs/two/cancel",
-        cluster.endpoints[0]
-    );
-    assert_eq!(
-        cluster.http.post(url).send().await?.status(),
-        409,
-        "completed absorbs"
-    );
-    let late = cluster.job("one").await?;
+    let (status, again) = bed.cluster.cancel_at(1, "one").await?;
+    assert_eq!(status, 200, "canceling again is fine: {again:#}");
+    bed.source.release();
+    bed.completed("two").await?;
+    bed.assert_served_once()?;
+    let (status, problem) = bed.cluster.cancel_at(0, "two").await?;
+    assert_eq!(status, 409, "completed absorbs: {problem:#}");
+    let late = bed.cluster.job("one").await?;
     assert_eq!(late["status"], "canceled", "{late:#}");
+    Ok(())
+}
 
-    // Nobody wants it any more: the download stops.
-    let other = tempfile::tempdir()?;
-    let model = Model::create(other.path(), "cancel-alone", &[("a.bin", 30 << 20)])?;
-    let source = HttpSource::start(other.path()).await?;
-    source.limit_rate(Some(2 << 20));
-    drop(cluster);
-    let mut cluster = Cluster::start(ClusterOptions {
-        allow_sources: vec![source.url.clone()],
-        ..Default::default()
-    })
-    .await?;
-    let nodes = cluster.nodes.clone();
-    let body = model.request("alone", &source.url, &nodes[0], &[&nodes[0], &nodes[1]])?;
-    cluster.post_job(&body).await?;
-    cluster.wait_job("alone", JOB, moving).await?;
-    let url = format!(
-        "{}/api/v1/model-distribution/jobs/alone/cancel",
-        cluster.endpoints[2]
-    );
-    assert_eq!(cluster.http.post(url).send().await?.status(), 200);
-    // The source falls silent: two readings, five frames' time apart, agree.
-    let until = Instant::now() + Duration::from_secs(10);
-    loop {
-        let before = source.bytes_served();
-        tokio::time::sleep(Duration::from_millis(500)).await;
-        if source.bytes_served() == before {
-            break;
-        }
-        ensure!(Instant::now() < until, "the download goes on after the cancel");
-    }
-    assert!(source.bytes_served() < model.total_bytes()?);
-    assert!(cluster.roots.iter().all(|r| final_folders(r).is_empty()));
+#[tokio::test]
+async fn cancel_stops_the_download_that_nobody_wants_any_more() -> Result<()> {
+    let mut bed = Bed::start("cancel-alone", &[("a.bin", 16 << 20)], None).await?;
+    bed.source.hold_at(8 << 20);
+    let body = bed.request("alone", 0, &[0, 1])?;
+    bed.cluster.create(&body).await?;
+    bed.cluster.wait_job("alone", JOB, moving).await?;
+    let (status, canceled) = bed.cluster.cancel_at(2, "alone").await?;
+    assert_eq!(status, 200, "{canceled:#}");
+    // The seed ends its requests, though nothing is wrong with them.
+    bed.wait_source_left().await?;
+    bed.source.release();
+    // It still does as it is told; and by then it has come back for nothing of the other.
+    let other = Model::create(&bed.model.folder.join("other"), "other", &[("o.bin", 1 << 20)])?;
+    let nodes = &bed.cluster.nodes;
+    let base = format!("{}/other", bed.source.url);
+    let body = other.request("other", &base, &nodes[0], &[&nodes[0], &nodes[1]])?;
+    let done = bed.cluster.complete(&body, JOB).await?;
+    let staged = bed.cluster.placement(&done, 1)["local_path"].as_str();
+    other.assert_equal(staged.context("local_path")?)?;
+    assert!(bed.source.bytes_served_of("a.bin") <= 8 << 20);
+    let late = bed.cluster.job("alone").await?;
+    assert_eq!(late["status"], "canceled", "{late:#}");
     Ok(())
 }

@@ -33,7 +33,7 @@ async fn a_real_model_is_staged_and_loads() -> Result<()> {
     let base = folder.display().to_string();
     let mut cluster = Cluster::start(ClusterOptions {
         allow_sources: vec![base.clone(), source.url.clone()],
-        ..Default::default()
+        ..ClusterOptions::calm()
     })
     .await?;
     let nodes = cluster.nodes.clone();

@@ -44,7 +44,9 @@ async fn two_jobs_at_once_with_different_seeds_download_once() -> Result<()> {
     let a = bed.request("a", 0, &[0, 2])?;
     let b = bed.request("b", 1, &[1, 2])?;
     let (ra, rb) = tokio::join!(bed.cluster.post_job_to(0, &a), bed.cluster.post_job_to(1, &b));
-    assert_eq!((ra?.0, rb?.0), (201, 201));
+    for (status, answer) in [ra?, rb?] {
+        assert!(matches!(status, 200 | 201), "{status}: {answer:#}");
+    }
     for id in ["a", "b"] {
         let done = bed.cluster.wait_ended(id, JOB).await?;
         assert_eq!(done["status"], "completed", "{done:#}");
@@ -58,12 +60,12 @@ async fn a_wrong_checksum_does_not_burn_the_key() -> Result<()> {
     let elsewhere = HttpSource::start(mirror.path()).await?;
     let options = ClusterOptions {
         allow_sources: vec![elsewhere.url.clone()],
-        ..Default::default()
+        ..ClusterOptions::calm()
     };
     let mut bed = Bed::start_with("burn", &FILES, None, options).await?;
     let mut wrong = bed.request("wrong", 0, &[0, 1])?;
     wrong["manifest"]["files"][0]["checksum"] = json!("0".repeat(64));
-    bed.cluster.post_job(&wrong).await?;
+    bed.cluster.create(&wrong).await?;
     let failed = bed.cluster.wait_ended("wrong", JOB).await?;
     assert_eq!(failed["status"], "failed", "{failed:#}");
 

@@ -20,7 +20,7 @@ async fn the_rfc_example_completes() -> Result<()> {
         clients: 2,
         allow_sources: vec![FOLDER.into()],
         node_ids: vec!["127.0.0.1:25001".into(), "127.0.0.1:25002".into()],
-        ..Default::default()
+        ..ClusterOptions::calm()
     })
     .await?;
     let body: Value = serde_json::from_str(include_str!("../../../proto/tests/data/rfc_example.json"))?;
