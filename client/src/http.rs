@@ -2,10 +2,8 @@
 //!
 //! An object is served only when every byte of it was verified here; each block is looked up again when it is
 //! read, so that one which was condemned meanwhile ends the answer early (shorter than `Content-Length`)
-//! instead of being sent. A client that stops reading or sending loses its connection, and with it what it held
-//! here; connections are bounded.
-
-mod guard;
+//! instead of being sent. Connections are bounded, and one that stops reading or sending is closed, and with it
+//! goes what it held here ([`mooncake_proto::http`]).
 
 use crate::{
     metrics::{self, state_name},
@@ -23,6 +21,7 @@ use axum::{
 use bytes::Bytes;
 use mooncake_proto::{
     api::{Problem, ProblemCode},
+    http::Limits as PortLimits,
     ids::ModelRef,
 };
 use serde::Deserialize;
@@ -46,6 +45,14 @@ use tokio_util::sync::CancellationToken;
 const MAX_OBJECT_READS: usize = 16;
 /// Requests for which a disk is asked (holdings, metrics) at once.
 const MAX_LOOKS: usize = 4;
+/// Most blocking calls under way at once.
+pub const BLOCKING_CALLS: usize = MAX_OBJECT_READS + MAX_LOOKS;
+/// Probes, scrapers and a few that read objects.
+const LIMITS: PortLimits = PortLimits {
+    connections: 256,
+    head: Duration::from_secs(60),
+    write: Duration::from_secs(30),
+};
 /// For answers that are under way when the process stops.
 const DRAIN_TIMEOUT: Duration = Duration::from_secs(2);
 
@@ -89,13 +96,16 @@ impl Http {
     }
 
     /// Until `stop`; answers under way get a moment to end.
-    pub async fn serve(self, listener: TcpListener, stop: CancellationToken) -> io::Result<()> {
-        let ended = stop.clone();
-        let server = axum::serve(guard::Guarded::new(listener), self.router())
-            .with_graceful_shutdown(stop.clone().cancelled_owned());
+    pub async fn serve(self, listener: TcpListener, stop: CancellationToken) {
+        let server =
+            mooncake_proto::http::serve(listener, self.router(), LIMITS, stop.clone().cancelled_owned());
+        let late = async {
+            stop.cancelled().await;
+            tokio::time::sleep(DRAIN_TIMEOUT).await;
+        };
         tokio::select! {
-            result = async { server.await } => result,
-            () = async { ended.cancelled().await; tokio::time::sleep(DRAIN_TIMEOUT).await } => Ok(()),
+            () = server => {}
+            () = late => {}
         }
     }
 

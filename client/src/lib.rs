@@ -3,6 +3,7 @@
 pub mod config;
 pub mod executor;
 pub mod http;
+pub mod memory;
 pub mod metrics;
 pub mod node;
 pub mod session;

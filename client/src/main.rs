@@ -3,7 +3,7 @@
 use anyhow::Context;
 use mooncake_client::{
     config::{Args, LogFormat},
-    node::Node,
+    node::{Node, blocking_calls},
 };
 use std::{io::IsTerminal, process::ExitCode};
 use tokio::signal::unix::{SignalKind, signal};
@@ -11,12 +11,6 @@ use tracing_subscriber::{EnvFilter, fmt, prelude::*};
 
 /// Exit code for faults of the command line or the configuration, as `clap` has it.
 const EXIT_USAGE: u8 = 2;
-/// Threads for blocking work beside one for each upload: more than may be under way together (of the swarm 32
-/// writers, 4 proofs and 2 seals; 8 reads of sources, 8 writes of them and 12 of their names' look-ups; 4 begins,
-/// 4 publishes, 4 fences and 2 removals; 16 objects and 4 looks over HTTP; 8 look-ups of peers; 4 of the node's
-/// own), so that none of them starves another. Each of these numbers is a bound where the work is begun; threads
-/// are made as they are needed, and idle ones end.
-const BLOCKING_THREADS: usize = 120;
 
 fn main() -> ExitCode {
     let args = Args::read(std::env::args_os()).unwrap_or_else(|e| e.exit());
@@ -56,7 +50,7 @@ fn main() -> ExitCode {
     tune_malloc();
     raise_open_files();
     let runtime = match tokio::runtime::Builder::new_multi_thread()
-        .max_blocking_threads(BLOCKING_THREADS + settings.max_uploads)
+        .max_blocking_threads(blocking_calls(settings.max_uploads))
         .enable_all()
         .build()
     {
@@ -113,12 +107,14 @@ fn raise_open_files() {
 }
 
 /// glibc keeps an arena per thread and, once it has freed a large buffer, takes further ones from them too: what
-/// few long-lived records lie between then keeps many megabytes. Two arenas, and large buffers always on their own.
+/// few long-lived records lie between then keeps many megabytes. One arena, so that whoever needs memory finds the
+/// holes that others left (each thread's own cache serves most calls, and blocks are not allocated at all: see
+/// `mooncake_client::memory`), and large buffers always on their own.
 fn tune_malloc() {
     #[cfg(target_env = "gnu")]
     // SAFETY: mallopt only sets parameters of the allocator; it is called before any other thread exists.
     unsafe {
-        libc::mallopt(libc::M_ARENA_MAX, 2);
+        libc::mallopt(libc::M_ARENA_MAX, 1);
         libc::mallopt(libc::M_MMAP_THRESHOLD, 32 << 10);
     }
 }

@@ -2,9 +2,9 @@
 
 use crate::{
     config::Settings,
-    executor::{AcquireJob, Boxed, Executor, FetchJob, Reports, Transfer},
-    http::Http,
-    metrics,
+    executor::{self, AcquireJob, Boxed, Executor, FetchJob, Reports, Transfer},
+    http::{self, Http},
+    memory, metrics,
     session::{Facts, Session, SessionConfig, Status},
     source::{self, AcquireTask, AllowList},
     store::{Store, StoreConfig},
@@ -39,6 +39,9 @@ const STOP_TIMEOUT: Duration = Duration::from_secs(10);
 
 /// For the goodbye to the master, which takes a second at most, and the end of the session's thread.
 const SESSION_STOP_TIMEOUT: Duration = Duration::from_secs(3);
+
+/// The session's look at the holdings, the sample of free space, the look for expired staging, the last flush.
+const OWN_BLOCKING_CALLS: usize = 4;
 
 /// A running node.
 pub struct Node {
@@ -91,6 +94,24 @@ impl Transfer for Mover {
     }
 }
 
+fn swarm_config(max_uploads: usize) -> SwarmConfig {
+    SwarmConfig {
+        max_uploads,
+        ..SwarmConfig::default()
+    }
+}
+
+/// Most blocking calls under way at once in a node that sends so many blocks at a time: as many threads the
+/// runtime needs for them, so that none of them starves another (a share that hangs must not stop what peers
+/// send). Each part bounds its own where they begin. Threads are made as they are needed, and idle ones end.
+pub fn blocking_calls(max_uploads: usize) -> usize {
+    swarm_config(max_uploads).blocking_calls()
+        + source::BLOCKING_CALLS
+        + executor::BLOCKING_CALLS
+        + http::BLOCKING_CALLS
+        + OWN_BLOCKING_CALLS
+}
+
 impl Node {
     /// Starts everything. An error says which flag or folder is at fault.
     pub async fn start(settings: Settings) -> anyhow::Result<Self> {
@@ -127,10 +148,10 @@ impl Node {
         let mut vital = JoinSet::new();
 
         let swarm_config = SwarmConfig {
-            max_uploads: settings.max_uploads,
             rack: settings.labels.get("rack").cloned(),
-            ..SwarmConfig::default()
+            ..swarm_config(settings.max_uploads)
         };
+        memory::warm(source::limits::MAX_BUFFERS + swarm_config.max_received);
         let swarm = Swarm::new(store.clone(), hello.clone(), swarm_config);
         let (server, server_stop) = (swarm.clone(), stop.clone());
         vital.spawn(async move {
@@ -181,10 +202,8 @@ impl Node {
         let http = Http::new(node_id.clone(), store.clone(), metrics);
         let (server, server_stop) = (http.clone(), stop.clone());
         vital.spawn(async move {
-            server
-                .serve(http_listener, server_stop)
-                .await
-                .context("the HTTP port failed")
+            server.serve(http_listener, server_stop).await;
+            Ok(())
         });
 
         tokio::spawn(

@@ -4,15 +4,18 @@
 //!   arithmetic of chunks and blocks.
 //! - [`api`]: the HTTP JSON types, error documents included.
 //! - [`hello`] (feature `net`): the handshake that opens every connection between processes.
+//! - [`http`] (feature `net`): the accept loop of the HTTP ports.
 //! - [`pb`]: the protobuf messages and, with feature `net`, the gRPC services.
 //!
-//! Nothing here does I/O, except for `hello`, which reads and writes the stream it is given.
+//! Nothing here does I/O, except for `hello` and `http`, which read and write the streams they are given.
 
 pub mod api;
 pub mod codec;
 pub mod digest;
 #[cfg(feature = "net")]
 pub mod hello;
+#[cfg(feature = "net")]
+pub mod http;
 pub mod ids;
 pub mod manifest;
 pub mod pb;

@@ -67,15 +67,17 @@ async fn step(
         .on_disk(move || {
             let mut hashed = 0u64;
             let mut next = blocks.start;
+            let mut scratch = vec![0; limits::HASH_PIECE_BYTES];
             while next < blocks.end && hashed < limits::HASH_STEP_BYTES && artifact.has(next) {
-                let bytes = artifact.read_block(next).map_err(|e| {
-                    let message = format!(
-                        "cannot read back block {next} of '{path}' from staging: {e}; check the disk"
-                    );
-                    TaskFailure::retryable("disk_error", message)
-                })?;
-                hasher.update(&bytes);
-                hashed += bytes.len() as u64;
+                artifact
+                    .hash_block(next, &mut hasher, &mut scratch)
+                    .map_err(|e| {
+                        let message = format!(
+                            "cannot read back block {next} of '{path}' from staging: {e}; check the disk"
+                        );
+                        TaskFailure::retryable("disk_error", message)
+                    })?;
+                hashed += u64::from(artifact.blocks().locate(next).map_or(0, |r| r.len));
                 next += 1;
             }
             Ok((hasher, next))

@@ -1,6 +1,6 @@
 //! The bounds of everything that reads sources, shared by all acquisitions of the process.
 
-use crate::{executor::MAX_ACQUISITIONS, store::Artifact};
+use crate::{executor::MAX_ACQUISITIONS, memory::Block, store::Artifact};
 use parking_lot::Mutex;
 use std::{
     collections::HashMap,
@@ -53,6 +53,8 @@ pub const FILES_AT_ONCE: usize = 8;
 pub const HASHERS: usize = 4;
 /// Most bytes hashed between two looks at the cancel token.
 pub const HASH_STEP_BYTES: u64 = 16 << 20;
+/// Bytes read at once to be hashed: they fit a core's cache, and the call costs nothing beside their hash.
+pub const HASH_PIECE_BYTES: usize = 64 << 10;
 /// Bytes asked for in one request: few requests per model, yet the file's front stays close to its back, so
 /// that the file hasher keeps up.
 pub const PART_BYTES: u64 = 32 << 20;
@@ -233,13 +235,11 @@ pub(super) struct Call {
     _share: Arc<Share>,
 }
 
-/// Block buffers of one acquisition: reused, and counted against the process's [`MAX_BUFFERS`].
+/// Block buffers of one acquisition, counted against the process's [`MAX_BUFFERS`].
 #[derive(Debug)]
 pub(super) struct Buffers {
     block_size: usize,
     share: Arc<Share>,
-    /// Buffers not in use; a leaf lock, held for a push or a pop.
-    free: Mutex<Vec<Vec<u8>>>,
 }
 
 impl Buffers {
@@ -247,7 +247,6 @@ impl Buffers {
         Arc::new(Self {
             block_size: artifact.blocks().block_size() as usize,
             share: Share::of(artifact),
-            free: Mutex::default(),
         })
     }
 
@@ -262,30 +261,25 @@ impl Buffers {
 
     /// An empty buffer with room for one block. Whoever waits here must not hold a buffer that only more
     /// waiting could free.
-    pub(super) async fn take(self: &Arc<Self>, patience: Duration) -> Result<Buffer, Stuck> {
+    pub(super) async fn take(&self, patience: Duration) -> Result<Buffer, Stuck> {
         self.take_within(&[&BUFFERS], patience).await
     }
 
     /// The same, for a source on this machine. The narrower bound first: who waits for it takes nothing from the
     /// others.
-    pub(super) async fn take_local(self: &Arc<Self>, patience: Duration) -> Result<Buffer, Stuck> {
+    pub(super) async fn take_local(&self, patience: Duration) -> Result<Buffer, Stuck> {
         self.take_within(&[&self.share.buffers, &LOCAL_BUFFERS, &BUFFERS], patience)
             .await
     }
 
-    async fn take_within(self: &Arc<Self>, bounds: &[&Bound], patience: Duration) -> Result<Buffer, Stuck> {
+    async fn take_within(&self, bounds: &[&Bound], patience: Duration) -> Result<Buffer, Stuck> {
         let mut permits = Vec::with_capacity(bounds.len());
         for bound in bounds {
             permits.push(bound.take(patience).await?);
         }
-        let bytes = self
-            .free
-            .lock()
-            .pop()
-            .unwrap_or_else(|| Vec::with_capacity(self.block_size));
         Ok(Buffer {
-            bytes,
-            pool: self.clone(),
+            bytes: Block::take(self.block_size),
+            _share: self.share.clone(),
             _permits: permits,
         })
     }
@@ -294,22 +288,9 @@ impl Buffers {
 /// One block's bytes.
 #[derive(Debug)]
 pub(super) struct Buffer {
-    pub(super) bytes: Vec<u8>,
-    /// Keeps the share, too.
-    pool: Arc<Buffers>,
+    pub(super) bytes: Block,
     _permits: Vec<Permit>,
-}
-
-impl Drop for Buffer {
-    fn drop(&mut self) {
-        let mut bytes = std::mem::take(&mut self.bytes);
-        bytes.clear();
-        let mut free = self.pool.free.lock();
-        // What all connections of one model can use; the rest goes back to the allocator.
-        if free.len() < CONNECTIONS {
-            free.push(bytes);
-        }
-    }
+    _share: Arc<Share>,
 }
 
 #[cfg(test)]

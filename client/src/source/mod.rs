@@ -54,6 +54,10 @@ use std::{collections::BTreeSet, sync::Arc};
 use tokio::task::JoinSet;
 use tokio_util::{sync::CancellationToken, task::TaskTracker};
 
+/// Most blocking calls under way at once; of the web's, a look-up of a name for each connection.
+pub const BLOCKING_CALLS: usize =
+    limits::SOURCE_CALLS + limits::DISK_STEPS + limits::WRITES + limits::CONNECTIONS;
+
 /// One MODEL_DOWNLOAD.
 pub struct AcquireTask {
     /// Where the bytes go.

@@ -8,7 +8,7 @@ use super::{
     types::{ArtifactState, ObjectRange},
 };
 use mooncake_proto::{
-    digest::{Algorithm, Digest},
+    digest::{Algorithm, Digest, Hasher},
     ids::ModelRef,
     manifest::{BlockMap, BlockRange, Manifest, Seal, root},
 };
@@ -577,6 +577,19 @@ impl Artifact {
         let mut bytes = vec![0; len as usize];
         file.read_exact_at(&mut bytes, offset)?;
         Ok(bytes)
+    }
+
+    /// Adds a verified block's bytes to `hasher`, a piece at a time: no more of it than `scratch` is in memory.
+    pub fn hash_block(&self, block: u32, hasher: &mut Hasher, scratch: &mut [u8]) -> io::Result<()> {
+        let (file, mut offset, len) = self.block_file(block)?;
+        let end = offset + u64::from(len);
+        while offset < end {
+            let piece = scratch.len().min((end - offset) as usize);
+            file.read_exact_at(&mut scratch[..piece], offset)?;
+            hasher.update(&scratch[..piece]);
+            offset += piece as u64;
+        }
+        Ok(())
     }
 
     /// Where to read a verified block: the open file, offset and length. For `sendfile` and the like.

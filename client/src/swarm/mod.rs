@@ -18,7 +18,7 @@
 //! - When a fetch has returned, nothing of it touches the artifact any more.
 //! - The masters are not needed: with peers and seal known, or with the seal to come, a transfer goes on.
 //! - Memory: blocks requested or received and not yet written are within [`SwarmConfig::buffer_bytes`] for all
-//!   fetches of the node together.
+//!   fetches of the node together; those received, of whatever size, are at most [`SwarmConfig::max_received`].
 //! - No block is asked of a node that is not the one that was named (the hello proves it, as far as the
 //!   cluster secret goes), and never of oneself.
 //!
@@ -47,7 +47,11 @@ pub use serve::ServeStats;
 use crate::{
     store::{Artifact, Store},
     task::{TaskFailure, TransferCounters},
-    transport::{Transport, buffer::BufferPool, tcp::Tcp},
+    transport::{
+        Transport,
+        buffer::{BufferPool, MIN_RECEIVED},
+        tcp::{self, Tcp},
+    },
 };
 use link::Links;
 use mooncake_proto::{hello::HelloConfig, manifest::Seal};
@@ -77,6 +81,8 @@ pub struct SwarmConfig {
     pub buffer_bytes: usize,
     /// Most blocks being hashed and written at a time.
     pub max_writers: usize,
+    /// Most blocks, of whatever size, being received or waiting to be written, over all fetches.
+    pub max_received: usize,
     /// This node's rack, if racks are known (`rack` of its labels).
     pub rack: Option<String>,
     /// First penalty of a peer that sent bad bytes; quadruples each time.
@@ -91,10 +97,13 @@ pub struct SwarmConfig {
 impl Default for SwarmConfig {
     fn default() -> Self {
         let cores = std::thread::available_parallelism().map_or(2, |n| n.get());
+        let max_writers = (2 * cores).clamp(4, MAX_WRITERS);
         Self {
             max_uploads: 16,
             buffer_bytes: 64 << 20,
-            max_writers: (2 * cores).clamp(4, MAX_WRITERS),
+            max_writers,
+            // While one block is written by each writer, the next one arrives for it.
+            max_received: (2 * max_writers).max(MIN_RECEIVED),
             rack: None,
             penalty: Duration::from_secs(30),
             // A slow peer sends at most one block before it answers.
@@ -102,6 +111,13 @@ impl Default for SwarmConfig {
             #[cfg(test)]
             trust_anything: false,
         }
+    }
+}
+
+impl SwarmConfig {
+    /// Most blocking calls under way at once.
+    pub fn blocking_calls(&self) -> usize {
+        self.max_uploads.max(1) + self.max_writers.max(1) + MAX_PROOFS + serve::MAX_SEALS + tcp::MAX_LOOKUPS
     }
 }
 
@@ -138,7 +154,7 @@ impl Swarm {
         transports: Vec<Arc<dyn Transport>>,
     ) -> Self {
         assert!(!transports.is_empty(), "at least TCP");
-        let buffers = Arc::new(BufferPool::default());
+        let buffers = Arc::new(BufferPool::new(config.max_received));
         // Two of the largest blocks must fit, or a fetch could not move at all.
         let least = 2 * *mooncake_proto::manifest::BLOCK_SIZE_RANGE.end() as usize;
         let budget = config.buffer_bytes.max(least) / BUDGET_UNIT_BYTES as usize;

@@ -59,7 +59,7 @@ const CONTROL_QUEUE: usize = 64;
 const BUSY_AFTER: Duration = Duration::from_secs(2);
 
 /// Roots of whole artifacts being computed at once, for all subscriptions: each hashes up to 32 MiB.
-const MAX_SEALS: usize = 2;
+pub(super) const MAX_SEALS: usize = 2;
 
 /// Counters of a server.
 #[derive(Debug, Default)]

@@ -1,45 +1,54 @@
-//! Block buffers that are used again: a fresh allocation of a megabyte costs page faults for every block.
+//! The bound on blocks that were received and are not yet written, over all connections of a node.
 
-use parking_lot::Mutex;
+use crate::memory::Block;
 use std::{ops::Deref, sync::Arc};
+use tokio::sync::{OwnedSemaphorePermit, Semaphore};
 
-/// Most bytes that idle buffers keep. The bytes in use are bounded by the swarm's budget, not here.
-const MAX_IDLE_BYTES: usize = 4 << 20;
+/// The least that [`BufferPool::new`] allows: a peer that sends slowly keeps one until it is given up, and a node
+/// with few cores must not be held up by a few such peers.
+pub const MIN_RECEIVED: usize = 16;
 
-/// The idle buffers of one node.
-#[derive(Debug, Default)]
+/// The right to have blocks in memory. Whoever is about to receive a block waits here for its turn (first come,
+/// first served) and meanwhile reads nothing, so that the sender waits too.
+///
+/// Guaranteed: never more blocks than allowed, whatever their size (the swarm's budget bounds their bytes), and no
+/// deadlock: who waits holds no turn, and whoever has one either gets the block within
+/// [`block_time`](super::block_time) or fails, and then needs nothing but the disk to be rid of it.
+#[derive(Debug)]
 pub struct BufferPool {
-    /// Short sections; a list and the sum of its capacities.
-    idle: Mutex<(Vec<Vec<u8>>, usize)>,
+    turns: Arc<Semaphore>,
+}
+
+impl Default for BufferPool {
+    fn default() -> Self {
+        Self::new(MIN_RECEIVED)
+    }
 }
 
 impl BufferPool {
-    /// An empty buffer with room for at least `len` bytes.
-    pub fn take(self: &Arc<Self>, len: usize) -> BlockBuffer {
-        let found = {
-            let mut idle = self.idle.lock();
-            let found = idle
-                .0
-                .iter()
-                .rposition(|b| b.capacity() >= len)
-                .map(|i| idle.0.swap_remove(i));
-            if let Some(b) = &found {
-                idle.1 -= b.capacity();
-            }
-            found
-        };
+    /// At most `received` blocks (at least [`MIN_RECEIVED`]).
+    pub fn new(received: usize) -> Self {
+        Self {
+            turns: Arc::new(Semaphore::new(received.max(MIN_RECEIVED))),
+        }
+    }
+
+    /// Waits for a turn: an empty buffer with room for `len` bytes.
+    pub async fn take(&self, len: usize) -> BlockBuffer {
+        let turn = self.turns.clone().acquire_owned().await.expect("never closed");
         BlockBuffer {
-            bytes: found.unwrap_or_else(|| Vec::with_capacity(len)),
-            pool: self.clone(),
+            bytes: Block::take(len),
+            _turn: turn,
         }
     }
 }
 
-/// One block's bytes; goes back to its pool when dropped.
+/// One block's bytes, and its turn until it is dropped.
 #[derive(Debug)]
 pub struct BlockBuffer {
-    pub(super) bytes: Vec<u8>,
-    pool: Arc<BufferPool>,
+    // Before its turn is over: fields are dropped in this order, and the next one finds the memory.
+    pub(super) bytes: Block,
+    _turn: OwnedSemaphorePermit,
 }
 
 impl Deref for BlockBuffer {
@@ -49,37 +58,28 @@ impl Deref for BlockBuffer {
     }
 }
 
-impl Drop for BlockBuffer {
-    fn drop(&mut self) {
-        let mut bytes = std::mem::take(&mut self.bytes);
-        bytes.clear();
-        let mut idle = self.pool.idle.lock();
-        if bytes.capacity() > 0 && idle.1 + bytes.capacity() <= MAX_IDLE_BYTES {
-            idle.1 += bytes.capacity();
-            idle.0.push(bytes);
-        }
-    }
-}
-
 #[cfg(test)]
 mod tests {
     use super::*;
+    use futures_util::FutureExt;
 
-    #[test]
-    fn buffers_come_back_and_idle_bytes_are_bounded() {
-        let pool = Arc::new(BufferPool::default());
-        let first = pool.take(1 << 20);
-        let address = first.bytes.as_ptr();
-        drop(first);
-        assert_eq!(
-            pool.take(4096).bytes.as_ptr(),
-            address,
-            "a large idle buffer serves a small block"
+    #[tokio::test]
+    async fn blocks_in_memory_are_bounded_and_take_turns() {
+        let pool = BufferPool::new(0);
+        let mut held = Vec::new();
+        for _ in 0..MIN_RECEIVED {
+            held.push(pool.take(1).now_or_never().expect("there is room"));
+        }
+        let (mut first, mut second) = (Box::pin(pool.take(9)), Box::pin(pool.take(9)));
+        assert!(first.as_mut().now_or_never().is_none());
+        assert!(second.as_mut().now_or_never().is_none());
+        held.pop();
+        assert!(
+            second.as_mut().now_or_never().is_none(),
+            "it came later and does not overtake"
         );
-        let many: Vec<_> = (0..40).map(|_| pool.take(1 << 20)).collect();
-        drop(many);
-        let idle = pool.idle.lock();
-        assert_eq!(idle.1, idle.0.iter().map(Vec::capacity).sum::<usize>());
-        assert!(idle.1 <= MAX_IDLE_BYTES);
+        let got = first.as_mut().now_or_never().expect("its turn");
+        drop(got);
+        assert!(second.now_or_never().is_some());
     }
 }

@@ -33,7 +33,7 @@ use tokio::{
 const CONNECT_TIMEOUT: Duration = Duration::from_secs(5);
 
 /// Names looked up at once: each takes a thread, for as long as a name server may hang.
-const MAX_LOOKUPS: usize = 8;
+pub const MAX_LOOKUPS: usize = 8;
 
 /// Dials over TCP.
 #[derive(Clone, Debug)]
@@ -136,7 +136,11 @@ fn connection(stream: TcpStream, peer: PeerInfo, buffers: Arc<BufferPool>) -> Co
             half: Some(write),
             block_time,
         }),
-        receiver: Box::new(TcpReceiver { half: read, buffers }),
+        receiver: Box::new(TcpReceiver {
+            half: read,
+            buffers,
+            block_time,
+        }),
     }
 }
 
@@ -195,13 +199,7 @@ impl TcpSender {
                     let len = upload.open.as_ref().map_or(0, |o| o.len);
                     let most = (self.block_time)(len);
                     if started.elapsed() >= most {
-                        return Err(io::Error::new(
-                            io::ErrorKind::TimedOut,
-                            format!(
-                                "the peer took less than a block of {len} bytes in {} s",
-                                most.as_secs()
-                            ),
-                        ));
+                        return Err(too_slow("took", len, most));
                     }
                     progress(upload.half.writable()).await?;
                 }
@@ -327,6 +325,16 @@ fn stalled() -> io::Error {
     )
 }
 
+fn too_slow(did: &str, len: u32, most: Duration) -> io::Error {
+    io::Error::new(
+        io::ErrorKind::TimedOut,
+        format!(
+            "the peer {did} less than a block of {len} bytes in {} s",
+            most.as_secs()
+        ),
+    )
+}
+
 async fn progress<T>(step: impl Future<Output = io::Result<T>>) -> io::Result<T> {
     timeout(NO_PROGRESS_TIMEOUT, step)
         .await
@@ -336,6 +344,8 @@ async fn progress<T>(step: impl Future<Output = io::Result<T>>) -> io::Result<T>
 struct TcpReceiver {
     half: OwnedReadHalf,
     buffers: Arc<BufferPool>,
+    /// [`block_time`].
+    block_time: fn(u32) -> Duration,
 }
 
 impl TcpReceiver {
@@ -366,8 +376,16 @@ impl TcpReceiver {
                         ),
                     ));
                 }
-                let mut buffer = self.buffers.take(header.len as usize);
-                read_exactly(&mut self.half, &mut buffer.bytes, header.len as usize).await?;
+                // Until there is room the connection rests, and with it its sender.
+                let mut buffer = self.buffers.take(header.len as usize).await;
+                let most = (self.block_time)(header.len);
+                // Not for ever, byte by byte: others wait for the buffer.
+                timeout(
+                    most,
+                    read_exactly(&mut self.half, &mut buffer.bytes, header.len as usize),
+                )
+                .await
+                .unwrap_or_else(|_| Err(too_slow("sent", header.len, most)))?;
                 Ok(Frame::Block {
                     id: header.id,
                     bytes: buffer,
@@ -398,6 +416,7 @@ async fn read_exactly(half: &mut (impl AsyncRead + Unpin), into: &mut Vec<u8>, l
 #[cfg(test)]
 mod tests {
     use super::*;
+    use crate::transport::buffer::MIN_RECEIVED;
     use std::io::Write;
 
     fn hello(node: &str) -> HelloConfig {
@@ -541,6 +560,76 @@ mod tests {
         };
         tokio::join!(sending, trickle);
         assert_eq!(block_time(4 << 20), Duration::from_secs(19));
+    }
+
+    #[tokio::test]
+    async fn a_sender_of_a_block_that_is_too_slow_gives_back_its_turn() {
+        const LEN: u32 = 1 << 20;
+        let listener = tokio::net::TcpListener::bind("127.0.0.1:0").await.unwrap();
+        let dialled = TcpStream::connect(listener.local_addr().unwrap());
+        let (dialled, accepted) = tokio::join!(dialled, listener.accept());
+        let (mut slow, stream) = (dialled.unwrap(), accepted.unwrap().0);
+        let buffers = Arc::new(BufferPool::default());
+        let mut receiver = TcpReceiver {
+            half: stream.into_split().0,
+            buffers: buffers.clone(),
+            // A real block has 15 s more.
+            block_time: |_| Duration::from_millis(50),
+        };
+        let trickle = async {
+            let header = Header {
+                kind: Kind::Block,
+                len: LEN,
+                id: 7,
+            };
+            slow.write_all(&header.encode()).await.unwrap();
+            // It makes progress all the time.
+            while slow.write_all(&[1]).await.is_ok() {
+                tokio::time::sleep(Duration::from_millis(1)).await;
+            }
+        };
+        let receiving = async {
+            let e = receiver.receive(&Due(7, LEN)).await.expect_err("too slow");
+            assert_eq!(e.kind(), io::ErrorKind::TimedOut, "{e}");
+            drop(receiver);
+            let all = (0..MIN_RECEIVED).map(|_| buffers.take(1));
+            futures_util::future::join_all(all).await
+        };
+        tokio::join!(receiving, trickle);
+    }
+
+    #[tokio::test]
+    async fn a_block_waits_for_its_turn_and_then_comes_whole() {
+        let listener = tokio::net::TcpListener::bind("127.0.0.1:0").await.unwrap();
+        let dialled = TcpStream::connect(listener.local_addr().unwrap());
+        let (dialled, accepted) = tokio::join!(dialled, listener.accept());
+        let buffers = Arc::new(BufferPool::default());
+        let mut receiver = TcpReceiver {
+            half: accepted.unwrap().0.into_split().0,
+            buffers: buffers.clone(),
+            block_time,
+        };
+        let mut sender = TcpSender {
+            half: Some(dialled.unwrap().into_split().1),
+            block_time,
+        };
+        let bytes = vec![9; 1 << 20];
+        let others = futures_util::future::join_all((0..MIN_RECEIVED).map(|_| buffers.take(1))).await;
+        let block = Box::new(Part(file(&bytes), 0, bytes.len() as u32));
+        let sending = async { sender.send_block(7, block).await.unwrap() };
+        let receiving = async {
+            let gate = Due(7, bytes.len() as u32);
+            let mut receive = receiver.receive(&gate);
+            assert!(
+                timeout(Duration::from_millis(20), &mut receive).await.is_err(),
+                "no turn is free"
+            );
+            drop(others);
+            receive.await.unwrap()
+        };
+        let (sent, got) = tokio::join!(sending, receiving);
+        assert!(matches!(sent, Sent::Done));
+        assert!(matches!(got, Frame::Block { id: 7, bytes: got } if *got == *bytes));
     }
 
     #[tokio::test]
