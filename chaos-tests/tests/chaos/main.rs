@@ -1,7 +1,8 @@
-//! Chaos: what the testbed itself promises. Needs root (see [`mooncake_chaos::testbed`]).
+//! Chaos: what the testbed itself promises, and that each nemesis bites. Needs root (see [`mooncake_chaos::testbed`]).
 
 mod balancers;
 mod bed;
+mod nemeses;
 
 use std::time::Duration;
 

@@ -1,0 +1,183 @@
+//! Partitions of all shapes, loss, slow links.
+
+use super::{leader_among, masters_only, probe, term, until, view, whole, write};
+use anyhow::{Context, Result};
+use mooncake_chaos::{Nemesis, Testbed, Who, testbed::master_host};
+
+#[tokio::test]
+async fn an_isolated_leader_is_replaced_and_says_that_it_leads_no_more() -> Result<()> {
+    let mut bed = masters_only(|_| ()).await?;
+    let before = whole(&mut bed).await?;
+    let fault = Nemesis::Isolate(Who::Leader).inject(&mut bed).await?;
+    let old = fault.victims[0];
+    let rest: Vec<usize> = (0..3).filter(|&i| i != old).collect();
+    let new = leader_among(&bed, &rest).await?;
+    assert!(term(&bed, new).await? > before);
+    assert_eq!(write(&bed, new, "majority-side").await?, 201);
+    // The door still reaches it: it runs, and claims nothing.
+    assert_eq!(probe(&bed, old, "/livez").await, 200);
+    until("the old leader turns not ready", async || {
+        Ok(probe(&bed, old, "/leaderz").await == 503 && probe(&bed, old, "/readyz").await == 503)
+    })
+    .await?;
+    fault.heal(&mut bed).await?;
+    whole(&mut bed).await?;
+
+    // An isolated follower changes nothing for the others, and does not depose them when it is back.
+    let term_now = term(&bed, 0).await?;
+    let fault = Nemesis::Isolate(Who::Follower).inject(&mut bed).await?;
+    let cut = fault.victims[0];
+    until("the follower turns not ready", async || {
+        Ok(probe(&bed, cut, "/readyz").await == 503)
+    })
+    .await?;
+    fault.heal(&mut bed).await?;
+    assert_eq!(whole(&mut bed).await?, term_now, "pre-vote keeps its term down");
+    bed.finish();
+    Ok(())
+}
+
+#[tokio::test]
+async fn one_way_partitions_of_the_leader() -> Result<()> {
+    let mut bed = masters_only(|_| ()).await?;
+    for (n, nemesis) in [Nemesis::MuteLeader, Nemesis::DeafLeader].into_iter().enumerate() {
+        let before = whole(&mut bed).await?;
+        let fault = nemesis.inject(&mut bed).await?;
+        let old = fault.victims[0];
+        let rest: Vec<usize> = (0..3).filter(|&i| i != old).collect();
+        let new = leader_among(&bed, &rest).await?;
+        assert!(term(&bed, new).await? > before, "{nemesis:?}");
+        assert_eq!(write(&bed, new, &format!("one-way-{n}")).await?, 201);
+        assert_ne!(probe(&bed, old, "/leaderz").await, 200, "{nemesis:?}");
+        fault.heal(&mut bed).await?;
+    }
+    whole(&mut bed).await?;
+    bed.finish();
+    Ok(())
+}
+
+#[tokio::test]
+async fn a_bridge_keeps_a_leader_that_a_majority_sees() -> Result<()> {
+    let mut bed = masters_only(|_| ()).await?;
+    whole(&mut bed).await?;
+    let fault = Nemesis::Bridge.inject(&mut bed).await?;
+    let [a, b] = fault.victims[..] else {
+        anyhow::bail!("two ends")
+    };
+    let middle = (0..3).find(|i| *i != a && *i != b).context("one sees both")?;
+    // The two ends do not see each other, whoever leads.
+    let refused = bed.network.host(&master_host(a))?.namespace.run(
+        "timeout",
+        &[
+            "0.3",
+            "bash",
+            "-c",
+            &format!(
+                "exec 3<>/dev/tcp/{}/50051",
+                bed.network.host(&master_host(b))?.address
+            ),
+        ],
+        "",
+    );
+    assert!(refused.is_err(), "the ends still see each other");
+    // One of the three leads and commits with the middle.
+    let leader = leader_among(&bed, &[a, middle, b]).await?;
+    assert_eq!(write(&bed, leader, "bridge").await?, 201);
+    if leader == middle {
+        assert_eq!(probe(&bed, leader, "/leaderz").await, 200);
+    } else {
+        let cut = if leader == a { b } else { a };
+        until("the end that the leader does not see is not ready", async || {
+            // Or leadership went to the middle meanwhile, which both see.
+            Ok(probe(&bed, cut, "/readyz").await == 503 || probe(&bed, middle, "/leaderz").await == 200)
+        })
+        .await?;
+    }
+    fault.heal(&mut bed).await?;
+    whole(&mut bed).await?;
+    bed.finish();
+    Ok(())
+}
+
+/// Segments that the host's kernel has sent again so far.
+fn retransmitted(bed: &Testbed, host: &str) -> Result<u64> {
+    let text = bed
+        .network
+        .host(host)?
+        .namespace
+        .run("cat", &["/proc/thread-self/net/snmp"], "")?;
+    let mut tcp = text.lines().filter_map(|l| l.strip_prefix("Tcp: "));
+    let (names, values) = (tcp.next().context("names")?, tcp.next().context("values")?);
+    let at = names
+        .split(' ')
+        .position(|n| n == "RetransSegs")
+        .context("RetransSegs")?;
+    Ok(values.split(' ').nth(at).context("value")?.parse()?)
+}
+
+#[tokio::test]
+async fn writes_go_on_under_loss() -> Result<()> {
+    let mut bed = masters_only(|_| ()).await?;
+    let sum = |bed: &Testbed| -> Result<u64> { (0..3).map(|i| retransmitted(bed, &master_host(i))).sum() };
+    let before = sum(&bed)?;
+    let fault = Nemesis::Loss { percent: 20 }.inject(&mut bed).await?;
+    for n in 0..20 {
+        // The leader may change, and a request may be lost with it: what counts is that it gets there.
+        until("a write under loss", async || {
+            let leader = leader_among(&bed, &[0, 1, 2]).await?;
+            Ok(matches!(
+                write(&bed, leader, &format!("loss-{n}")).await,
+                Ok(200 | 201)
+            ))
+        })
+        .await?;
+    }
+    assert!(sum(&bed)? > before, "nothing was sent again: nothing was lost");
+    fault.heal(&mut bed).await?;
+    whole(&mut bed).await?;
+    for n in 0..20 {
+        let id = format!("loss-{n}");
+        assert_eq!(bed.cluster.job(&id).await?["job_id"], *id);
+    }
+    bed.finish();
+    Ok(())
+}
+
+#[tokio::test]
+async fn a_snapshot_over_a_slow_link_arrives_and_deposes_nobody() -> Result<()> {
+    let args = ["--snapshot-every=50", "--snapshot-keep=1"].map(str::to_owned);
+    let mut bed = masters_only(|o| o.master_args = args.to_vec()).await?;
+    let before = whole(&mut bed).await?;
+    let fault = Nemesis::Kill(Who::Follower).inject(&mut bed).await?;
+    let away = fault.victims[0];
+    let leader = bed.cluster.leader().await?;
+    for n in 0..200 {
+        assert_eq!(write(&bed, leader, &format!("snapshot-{n}")).await?, 201);
+    }
+    let slow = Nemesis::SlowLink(Who::Follower, 400_000);
+    // The one that is away, whichever followers there are.
+    bed.network.shape(&master_host(away), Some(400_000))?;
+    assert_eq!(slow.name(), "slow-link-follower");
+    fault.heal(&mut bed).await?;
+    let target = view(&bed, leader).await?["applied_index"]
+        .as_u64()
+        .context("index")?;
+    until("the follower has caught up", async || {
+        let v = view(&bed, away).await;
+        Ok(v.is_ok_and(|v| v["applied_index"].as_u64() >= Some(target)))
+    })
+    .await?;
+    bed.cluster.masters[away]
+        .wait_log("snapshot", crate::LONG)
+        .await?;
+    let qdisc = bed.network.host(&master_host(away))?.namespace.run(
+        "tc",
+        &["-s", "qdisc", "show", "dev", "eth0"],
+        "",
+    )?;
+    assert!(qdisc.contains("tbf") && qdisc.contains("400Kbit"), "{qdisc}");
+    bed.network.shape(&master_host(away), None)?;
+    assert_eq!(whole(&mut bed).await?, before, "no election");
+    bed.finish();
+    Ok(())
+}

@@ -1,0 +1,128 @@
+//! Sources that fail, stall, send too little or too much, or change.
+
+use super::until;
+use crate::LONG;
+use anyhow::{Context, Result};
+use mooncake_chaos::{Behaviour, Model, Nemesis, Testbed, TestbedOptions};
+use serde_json::{Value, json};
+
+const BYTES: u64 = 8 << 20;
+
+async fn bed() -> Result<(Testbed, tempfile::TempDir)> {
+    let mut bed = Testbed::start(TestbedOptions {
+        masters: 1,
+        clients: 1,
+        balancer: None,
+        ..Default::default()
+    })
+    .await?;
+    let folder = tempfile::tempdir()?;
+    bed.serve(folder.path()).await?;
+    Ok((bed, folder))
+}
+
+/// A job of a new model; (its request, the model).
+fn job(bed: &Testbed, folder: &tempfile::TempDir, id: &str, attempts: u64) -> Result<(Value, Model)> {
+    let model = Model::create(&folder.path().join(id), id, &[("a.bin", BYTES)])?;
+    let node = bed.cluster.nodes[0].as_str();
+    let base = format!("{}/{id}", bed.source()?.url);
+    let mut request = model.request(id, &base, node, &[node])?;
+    request["policy"] = json!({"max_attempts": attempts});
+    Ok((request, model))
+}
+
+async fn ends(bed: &mut Testbed, id: &str, status: &str, model: &Model) -> Result<Value> {
+    let ended = bed.cluster.wait_ended(id, LONG).await?;
+    assert_eq!(ended["status"], status, "{ended:#}");
+    let placement = bed.cluster.placement(&ended, 0);
+    if status == "completed" {
+        model.assert_equal(placement["local_path"].as_str().context("local_path")?)?;
+    } else {
+        let folders = mooncake_chaos::model::final_folders(&bed.cluster.roots[0]);
+        assert!(
+            folders.iter().all(|f| !f.to_string_lossy().contains(id)),
+            "{folders:?}"
+        );
+    }
+    Ok(ended)
+}
+
+#[tokio::test]
+async fn a_source_that_is_out_of_order_or_stalls_is_waited_for() -> Result<()> {
+    let (mut bed, folder) = bed().await?;
+    let (request, model) = job(&bed, &folder, "out-of-order", 5)?;
+    let fault = Nemesis::Source(Behaviour::ServerError).inject(&mut bed).await?;
+    assert_eq!(bed.cluster.post_job(&request).await?.0, 201);
+    until("it was asked", async || Ok(bed.source()?.requests() > 1)).await?;
+    assert_eq!(bed.source()?.bytes_served(), 0);
+    fault.heal(&mut bed).await?;
+    ends(&mut bed, "out-of-order", "completed", &model).await?;
+
+    bed.source()?.reset_counts();
+    let (request, model) = job(&bed, &folder, "stalls", 5)?;
+    let stall = Behaviour::Stall {
+        after_bytes: 256 << 10,
+    };
+    let fault = Nemesis::Source(stall).inject(&mut bed).await?;
+    assert_eq!(bed.cluster.post_job(&request).await?.0, 201);
+    until("something came", async || Ok(bed.source()?.bytes_served() > 0)).await?;
+    assert!(bed.source()?.bytes_served() < BYTES);
+    fault.heal(&mut bed).await?;
+    ends(&mut bed, "stalls", "completed", &model).await?;
+    bed.finish();
+    Ok(())
+}
+
+#[tokio::test]
+async fn short_bodies_are_asked_for_again_from_where_they_ended() -> Result<()> {
+    let (mut bed, folder) = bed().await?;
+    let (request, model) = job(&bed, &folder, "short", 5)?;
+    let short = Behaviour::Short { bytes: 3 << 19 };
+    let fault = Nemesis::Source(short).inject(&mut bed).await?;
+    assert_eq!(bed.cluster.post_job(&request).await?.0, 201);
+    until("a body was short and another one was asked for", async || {
+        Ok(bed.source()?.requests() > BYTES.div_ceil(3 << 19))
+    })
+    .await?;
+    fault.heal(&mut bed).await?;
+    ends(&mut bed, "short", "completed", &model).await?;
+    bed.finish();
+    Ok(())
+}
+
+#[tokio::test]
+async fn an_endless_body_is_cut_off() -> Result<()> {
+    let (mut bed, folder) = bed().await?;
+    let (request, model) = job(&bed, &folder, "endless", 1)?;
+    let fault = Nemesis::Source(Behaviour::Endless).inject(&mut bed).await?;
+    assert_eq!(bed.cluster.post_job(&request).await?.0, 201);
+    ends(&mut bed, "endless", "failed", &model).await?;
+    fault.heal(&mut bed).await?;
+    bed.finish();
+    Ok(())
+}
+
+#[tokio::test]
+async fn an_object_that_changes_half_way_is_never_published() -> Result<()> {
+    let (mut bed, folder) = bed().await?;
+    let (request, model) = job(&bed, &folder, "changes", 1)?;
+    bed.source()?.limit_rate(Some(4 << 20));
+    assert_eq!(bed.cluster.post_job(&request).await?.0, 201);
+    until("some of it came", async || {
+        Ok(bed.source()?.bytes_served() > BYTES / 8)
+    })
+    .await?;
+    let fault = Nemesis::Source(Behaviour::Changed).inject(&mut bed).await?;
+    // The rest of the open bodies is still the old object; a break makes the client ask again.
+    Nemesis::KillClient(0)
+        .inject(&mut bed)
+        .await?
+        .heal(&mut bed)
+        .await?;
+    let ended = ends(&mut bed, "changes", "failed", &model).await?;
+    let error = bed.cluster.placement(&ended, 0)["last_error"].to_string();
+    assert!(error.contains("chang") || error.contains("checksum"), "{ended:#}");
+    fault.heal(&mut bed).await?;
+    bed.finish();
+    Ok(())
+}
