@@ -3,19 +3,12 @@
 mod common;
 
 use common::*;
+use mooncake_chaos::{HttpSource, model::journaled_blocks};
 use mooncake_proto::pb::session::{self as pb, node_frame::Body as NodeBody};
-use std::{
-    path::Path,
-    process::Stdio,
-    sync::{
-        Arc,
-        atomic::{AtomicU64, Ordering},
-    },
-    time::Duration,
-};
+use std::{path::Path, process::Stdio, time::Duration};
 use tokio::{
-    io::{AsyncBufReadExt, AsyncReadExt, AsyncWriteExt, BufReader},
-    net::{TcpListener, TcpStream},
+    io::AsyncReadExt,
+    net::TcpListener,
     process::{Child, Command},
 };
 
@@ -34,8 +27,11 @@ fn command(root: &Path, master: &str, more: &[&str]) -> Command {
         .arg(root)
         .args(["--log-level", "warn"])
         .args(more)
+        .env_remove("RUST_LOG")
         .env_remove("HTTP_PROXY")
         .env_remove("http_proxy")
+        .env_remove("ALL_PROXY")
+        .env_remove("all_proxy")
         .env("NO_PROXY", "127.0.0.1")
         .stdin(Stdio::null())
         .stdout(Stdio::null())
@@ -52,74 +48,18 @@ async fn kill(mut child: Child) {
     child.wait().await.unwrap();
 }
 
-/// A web server that honours ranges and sends slowly, so that a kill comes in the middle.
-struct Slow {
-    url: String,
-    sent: Arc<AtomicU64>,
-}
-
-/// Between two pieces of one connection.
-const PIECE_BYTES: usize = 32 << 10;
-const PIECE_PAUSE: Duration = Duration::from_millis(25);
-
-async fn slow_server(content: Vec<u8>) -> Slow {
-    let listener = TcpListener::bind("127.0.0.1:0").await.unwrap();
-    let url = format!("http://{}/files/model.bin", listener.local_addr().unwrap());
-    let (sent, content) = (Arc::new(AtomicU64::new(0)), Arc::new(content));
-    let count = sent.clone();
-    tokio::spawn(async move {
-        while let Ok((stream, _)) = listener.accept().await {
-            tokio::spawn(answer(stream, content.clone(), count.clone()));
-        }
-    });
-    Slow { url, sent }
-}
-
-/// Errors end the connection: the client went away.
-async fn answer(stream: TcpStream, content: Arc<Vec<u8>>, sent: Arc<AtomicU64>) -> std::io::Result<()> {
-    let mut stream = BufReader::new(stream);
-    loop {
-        let (mut head, mut line) = (String::new(), String::new());
+/// Waits until the node has recorded at least so many bytes of verified blocks: gives how many.
+async fn recorded_bytes(root: &Path, least: u64) -> u64 {
+    within("the journal has it", async {
         loop {
-            line.clear();
-            if stream.read_line(&mut line).await? == 0 {
-                return Ok(());
+            let bytes = journaled_blocks(root).unwrap().len() as u64 * u64::from(BLOCK);
+            if bytes >= least {
+                return bytes;
             }
-            if line.trim().is_empty() {
-                break;
-            }
-            head.push_str(&line.to_lowercase());
+            tokio::time::sleep(Duration::from_millis(20)).await;
         }
-        let range = head
-            .lines()
-            .find_map(|l| l.strip_prefix("range: bytes="))
-            .map(|r| {
-                let (from, to) = r.trim().split_once('-').unwrap();
-                (
-                    from.parse().unwrap(),
-                    to.parse()
-                        .map_or(content.len() - 1, |to: usize| to.min(content.len() - 1)),
-                )
-            });
-        let (status, (from, to)) = match range {
-            Some(range) => ("206 Partial Content", range),
-            None => ("200 OK", (0, content.len() - 1)),
-        };
-        let header = format!(
-            "HTTP/1.1 {status}\r\nContent-Length: {}\r\nContent-Range: bytes {from}-{to}/{}\r\nETag: \"v1\"\r\nAccept-Ranges: bytes\r\n\r\n",
-            to + 1 - from,
-            content.len()
-        );
-        stream.write_all(header.as_bytes()).await?;
-        if head.starts_with("head") {
-            continue;
-        }
-        for piece in content[from..=to].chunks(PIECE_BYTES) {
-            stream.write_all(piece).await?;
-            sent.fetch_add(piece.len() as u64, Ordering::Relaxed);
-            tokio::time::sleep(PIECE_PAUSE).await;
-        }
-    }
+    })
+    .await
 }
 
 #[tokio::test(flavor = "multi_thread", worker_threads = 2)]
@@ -127,26 +67,23 @@ async fn killed_and_restarted_it_goes_on_where_it_was() {
     const SIZE: usize = 24 << 20;
     let folder = tempfile::tempdir().unwrap();
     let root = folder.path().join("models");
-    let mut version = version("kill", &folder.path().join("src"), &[SIZE]);
-    let server = slow_server(version.files[0].1.clone()).await;
-    version.sources.0[0] = server.url.clone();
+    let sources = folder.path().join("src");
+    let mut version = version("kill", &sources, &[SIZE]);
+    let source = HttpSource::start(&sources).await.unwrap();
+    version.sources.0[0] = format!("{}/kill/{}", source.url, version.files[0].0);
+    // So that the kill comes in the middle.
+    source.hold_at(SIZE as u64 / 2);
     let mut master = FakeMaster::start().await;
-    let prefix = server.url.rsplit_once('/').unwrap().0.to_owned() + "/";
+    let prefix = format!("{}/kill/", source.url);
     let args = ["--allow-source", prefix.as_str()];
 
     let client = start(&root, &master.address, &args);
-    let mut session = master.session().await;
+    let session = master.session().await;
     let store_id = session.register.store_id.clone();
     session.acquire(&version, 3).await;
-    // What was verified at the first of these moments is in the journal at the second.
-    let early = session
-        .report(|r| r.verified_bytes >= 3 << 20)
-        .await
-        .verified_bytes;
-    session.report(|r| r.verified_bytes >= 10 << 20).await;
+    let recorded = recorded_bytes(&root, SIZE as u64 / 4).await;
     kill(client).await;
-    let served_before = server.sent.load(Ordering::Relaxed);
-    assert!(served_before < SIZE as u64, "killed in the middle");
+    source.release();
 
     let client = start(&root, &master.address, &args);
     let mut session = master.session().await;
@@ -169,20 +106,20 @@ async fn killed_and_restarted_it_goes_on_where_it_was() {
     let acquired = session.outcome(pb::TaskOutcome::Acquired).await;
     assert_eq!(acquired.seal, Some(version.seal()));
     assert!(
-        acquired.fetched_bytes <= SIZE as u64 - early,
-        "{} of {SIZE} were fetched again",
+        acquired.fetched_bytes <= SIZE as u64 - recorded,
+        "{} of {SIZE} were fetched after the restart, {recorded} were recorded before it",
         acquired.fetched_bytes
     );
     kill(client).await;
 
     // Whole, but not sealed: it says so, and fetches nothing to say it again.
-    let served_before = server.sent.load(Ordering::Relaxed);
+    let served_before = source.bytes_served();
     let client = start(&root, &master.address, &args);
     let mut session = master.session().await;
     session.acquire(&version, 4).await;
     let acquired = session.outcome(pb::TaskOutcome::Acquired).await;
     assert_eq!((acquired.fetched_bytes, acquired.seal), (0, Some(version.seal())));
-    assert_eq!(server.sent.load(Ordering::Relaxed), served_before);
+    assert_eq!(source.bytes_served(), served_before);
     session.sealed(&version, 4, version.seal()).await;
     let staged = session.outcome(pb::TaskOutcome::Staged).await;
     version.check(&staged.local_path);

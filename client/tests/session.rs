@@ -177,7 +177,7 @@ async fn outcomes_wait_for_the_masters_and_orders_are_not_restarted() {
             .unwrap();
     }
 
-    let mut master = FakeMaster::start_on(address, hello(CLUSTER, None)).await;
+    let mut master = FakeMaster::start_on(address, hello(CLUSTER, None), QUICK_HEARTBEAT).await;
     let mut session = master.session().await;
     let acquired = session.outcome(pb::TaskOutcome::Acquired).await;
     assert_eq!(acquired.fetched_bytes, 900_000);
@@ -292,7 +292,7 @@ async fn refusals_are_shown_and_end_when_their_cause_does() {
         ),
         (hello(CLUSTER, Some(SECRET)), &[][..], "secret_required"),
     ] {
-        let mut master = FakeMaster::start_on("127.0.0.1:0".parse().unwrap(), master_hello).await;
+        let mut master = FakeMaster::start_on(own_address(), master_hello, HEARTBEAT).await;
         let node = node_with(&folder.path().join(code), &master.address, args).await;
         let mut status = node.status().unwrap();
         let refused = within(
@@ -311,7 +311,7 @@ async fn refusals_are_shown_and_end_when_their_cause_does() {
         node.shutdown().await;
     }
     // Taken ids, until the other one is gone; and the right secret.
-    let mut master = FakeMaster::start_on("127.0.0.1:0".parse().unwrap(), hello(CLUSTER, Some(SECRET))).await;
+    let mut master = FakeMaster::start_on(own_address(), hello(CLUSTER, Some(SECRET)), HEARTBEAT).await;
     master.answer(Answer::Refuse("node_id_taken", "another store has this node id"));
     let node = node_with(
         &folder.path().join("taken"),
@@ -348,7 +348,11 @@ fn heartbeats_need_nothing_of_the_node() {
             .unwrap()
     };
     let (masters, nodes) = (runtime(2), runtime(1));
-    let mut master = masters.block_on(FakeMaster::start());
+    let mut master = masters.block_on(FakeMaster::start_on(
+        own_address(),
+        hello(CLUSTER, None),
+        QUICK_HEARTBEAT,
+    ));
     let node = nodes.block_on(nodes.spawn({
         let (root, address) = (folder.path().join("n"), master.address.clone());
         async move { node_with(&root, &address, &[]).await }
@@ -365,7 +369,8 @@ fn heartbeats_need_nothing_of_the_node() {
         });
         blocked.await.unwrap();
         let mut last = 0;
-        for _ in 0..12 {
+        // For longer than the silence after which either end takes the other for dead.
+        for _ in 0..5 {
             match session.frame().await.expect("the session goes on") {
                 NodeBody::Heartbeat(beat) => {
                     assert!(beat.sequence > last);

@@ -33,6 +33,10 @@ pub const CLUSTER: &str = "test-cluster";
 pub const SECRET: &str = "0123456789abcdef0123456789abcdef";
 /// For events that come at once on an idle machine.
 pub const PATIENCE: Duration = Duration::from_secs(60);
+/// A node takes a master that was silent for three of these for dead: longer than a test's process stands still.
+pub const HEARTBEAT: Duration = Duration::from_secs(5);
+/// For tests that wait for just that, or for heartbeats.
+pub const QUICK_HEARTBEAT: Duration = Duration::from_secs(1);
 
 /// How a master answers a registration.
 #[derive(Clone)]
@@ -67,6 +71,7 @@ pub struct FakeSession {
 }
 
 struct Service {
+    heartbeat: Duration,
     answer: Arc<Mutex<Answer>>,
     sessions: mpsc::UnboundedSender<FakeSession>,
     stop: CancellationToken,
@@ -92,7 +97,7 @@ impl NodeSession for Service {
                 recovery_epoch: 0,
                 incarnation: 1,
                 master_id: "fake".into(),
-                heartbeat_interval_ms: 250,
+                heartbeat_interval_ms: self.heartbeat.as_millis() as u32,
                 master_addresses: Vec::new(),
             }),
             Answer::Redirect(leader_address) => MasterBody::Redirect(pb::Redirect { leader_address }),
@@ -107,12 +112,12 @@ impl NodeSession for Service {
         if welcome {
             let beats = self.stop.child_token();
             let (frames_tx, frames) = mpsc::unbounded_channel();
-            let (stop, pulse) = (beats.clone(), out.clone());
+            let (stop, pulse, heartbeat) = (beats.clone(), out.clone(), self.heartbeat);
             tokio::spawn(async move {
                 loop {
                     tokio::select! {
                         () = stop.cancelled() => return,
-                        () = tokio::time::sleep(Duration::from_millis(250)) => {}
+                        () = tokio::time::sleep(heartbeat) => {}
                     }
                     let beat = MasterBody::Heartbeat(pb::Heartbeat::default());
                     if pulse
@@ -143,6 +148,14 @@ impl NodeSession for Service {
     }
 }
 
+/// A port on a loopback address of this process's own: connections to elsewhere come from 127.0.0.1, so none of them
+/// takes the port while no master listens there.
+pub fn own_address() -> SocketAddr {
+    let pid = std::process::id();
+    let ip = std::net::Ipv4Addr::new(127, 90, (pid >> 8) as u8, (pid as u8).clamp(1, 254));
+    (ip, 0).into()
+}
+
 pub fn hello(cluster: &str, secret: Option<&str>) -> Arc<HelloConfig> {
     Arc::new(HelloConfig {
         cluster_id: cluster.into(),
@@ -156,10 +169,10 @@ pub fn hello(cluster: &str, secret: Option<&str>) -> Arc<HelloConfig> {
 
 impl FakeMaster {
     pub async fn start() -> Self {
-        Self::start_on("127.0.0.1:0".parse().unwrap(), hello(CLUSTER, None)).await
+        Self::start_on(own_address(), hello(CLUSTER, None), HEARTBEAT).await
     }
 
-    pub async fn start_on(address: SocketAddr, hello: Arc<HelloConfig>) -> Self {
+    pub async fn start_on(address: SocketAddr, hello: Arc<HelloConfig>, heartbeat: Duration) -> Self {
         let socket = tokio::net::TcpSocket::new_v4().unwrap();
         socket.set_reuseaddr(true).unwrap();
         socket.bind(address).unwrap();
@@ -168,6 +181,7 @@ impl FakeMaster {
         let (sessions_tx, sessions) = mpsc::unbounded_channel();
         let (answer, stop) = (Arc::new(Mutex::new(Answer::Welcome)), CancellationToken::new());
         let service = Service {
+            heartbeat,
             answer: answer.clone(),
             sessions: sessions_tx,
             stop: stop.clone(),

@@ -14,7 +14,11 @@ use mooncake_master::{
     context::{MasterContext, Options, Serving},
 };
 use serde_json::Value;
-use std::{collections::BTreeMap, net::TcpListener, time::Duration};
+use std::{
+    collections::BTreeMap,
+    net::{Ipv4Addr, TcpListener},
+    time::Duration,
+};
 use tempfile::TempDir;
 
 /// No event that a test waits for takes this long, even on a busy machine.
@@ -65,17 +69,24 @@ pub struct TestCluster {
 pub fn options() -> Options {
     Options {
         heartbeat_interval: Duration::from_millis(500),
-        session_timeout: Duration::from_secs(20),
+        // The nodes of these tests send no heartbeats.
+        session_timeout: Duration::from_secs(300),
         suspect_after: Duration::from_millis(300),
-        node_grace: Duration::from_millis(700),
+        // Between the two, a test must see that a node is suspected.
+        node_grace: Duration::from_secs(5),
         reconnect_window: Duration::from_millis(500),
-        hold: Duration::from_secs(10),
+        // An election that takes longer is a test that fails.
+        hold: Duration::from_secs(50),
         ..Options::default()
     }
 }
 
+/// A port on a loopback address of this process's own: connections to elsewhere come from 127.0.0.1, so none of them
+/// takes the port of a master that is down.
 fn port() -> (TcpListener, String) {
-    let listener = TcpListener::bind("127.0.0.1:0").expect("a port on loopback");
+    let pid = std::process::id();
+    let ip = Ipv4Addr::new(127, 80, (pid >> 8) as u8, (pid as u8).clamp(1, 254));
+    let listener = TcpListener::bind((ip, 0)).expect("a port on loopback");
     let address = listener.local_addr().expect("it is bound").to_string();
     (listener, address)
 }
@@ -131,10 +142,11 @@ impl TestCluster {
                 node_id: id,
                 data_dir: dir.path().to_owned(),
                 secret: None,
+                // A machine that stands still for seconds starts no election.
                 timers: Timers {
-                    heartbeat_ms: 100,
-                    election_min_ms: 500,
-                    election_max_ms: 1000,
+                    heartbeat_ms: 200,
+                    election_min_ms: 1500,
+                    election_max_ms: 3000,
                 },
                 snapshot_every: 10_000,
                 snapshot_keep: 1_000,

@@ -54,6 +54,23 @@ pub fn free_ports<const N: usize>(ip: Ipv4Addr) -> [u16; N] {
     std::array::from_fn(|at| held[at].local_addr().unwrap().port())
 }
 
+/// For tests of anything but elections: a machine that stands still for seconds starts none. (A leader whose process
+/// dies, or that hands over, is replaced without waiting for any of these.)
+pub const CALM: Timers = Timers {
+    heartbeat_ms: 200,
+    election_min_ms: 1500,
+    election_max_ms: 3000,
+};
+/// [`CALM`] for the binary.
+pub const CALM_ARGS: [&str; 6] = [
+    "--heartbeat-ms",
+    "200",
+    "--election-min-ms",
+    "1500",
+    "--election-max-ms",
+    "3000",
+];
+
 const SECRET: &str = "the secret of the tests";
 
 pub fn secret() -> Secret {
@@ -98,7 +115,7 @@ pub async fn probe(address: &str, with_state_digest: bool) -> Option<pb::ProbeRe
     );
     let ask = client.probe(pb::ProbeRequest { with_state_digest });
     Some(
-        tokio::time::timeout(Duration::from_secs(5), ask)
+        tokio::time::timeout(Duration::from_secs(20), ask)
             .await
             .ok()?
             .ok()?
@@ -168,7 +185,7 @@ impl Setup {
             node_id: id,
             data_dir: self.folder.join(format!("m{id}")),
             secret: Some(secret()),
-            timers: Timers::DEFAULT,
+            timers: CALM,
             snapshot_every: self.snapshot_every,
             snapshot_keep: self.snapshot_keep,
             initial_cluster: self.members.clone(),

@@ -109,7 +109,16 @@ impl Node {
     }
 
     async fn acquire(&self, sources: &[&str], allow: &[&str]) -> Result<Seal, TaskFailure> {
-        let run = acquire_with(self.task(sources, allow), quick(), CancellationToken::new());
+        self.acquire_in(quick(), sources, allow).await
+    }
+
+    async fn acquire_in(
+        &self,
+        config: SourceConfig,
+        sources: &[&str],
+        allow: &[&str],
+    ) -> Result<Seal, TaskFailure> {
+        let run = acquire_with(self.task(sources, allow), config, CancellationToken::new());
         tokio::time::timeout(Duration::from_secs(60), run)
             .await
             .expect("an acquisition ends")
@@ -167,11 +176,11 @@ impl Node {
     }
 }
 
-/// Short time-outs and small requests.
+/// Short pauses and small requests; time-outs that only something that hangs outlasts.
 fn quick() -> SourceConfig {
     SourceConfig {
-        connect_timeout: Duration::from_secs(5),
-        no_progress_timeout: Duration::from_millis(400),
+        connect_timeout: Duration::from_secs(30),
+        no_progress_timeout: Duration::from_secs(30),
         floor_bytes: 1,
         backoff_min: Duration::from_millis(1),
         backoff_max: Duration::from_millis(5),

@@ -222,12 +222,23 @@ async fn a_stalled_connection_is_given_up() {
     })
     .await;
     let node = Node::with_file(&data);
-    node.acquire_from(&server.url("f")).await.unwrap();
+    // Long enough that only the server that stalls is given up, not this process when it stands still.
+    let waits = |no_progress_timeout| SourceConfig {
+        no_progress_timeout,
+        ..quick()
+    };
+    let (url, all) = (server.url("f"), server.url(""));
+    node.acquire_in(waits(Duration::from_secs(2)), &[&url], &[&all])
+        .await
+        .unwrap();
     assert_eq!((node.bytes(), node.counters.load().1), (data.clone(), 5));
 
     let server = faulty(&data, |_, _| Some(Reply::new("200 OK", vec![Piece::Stall]))).await;
     let node = Node::with_file(&data);
-    let failure = node.acquire_from(&server.url("f")).await;
+    let (url, all) = (server.url("f"), server.url(""));
+    let failure = node
+        .acquire_in(waits(Duration::from_millis(400)), &[&url], &[&all])
+        .await;
     failed(
         failure,
         "source_interrupted",
@@ -249,6 +260,7 @@ async fn a_connection_that_trickles_is_given_up() {
     let url = server.url("f");
     let origin = url::Url::parse(&url).unwrap().origin().ascii_serialization();
     let config = SourceConfig {
+        no_progress_timeout: Duration::from_secs(2),
         floor_bytes: 1024,
         ..quick()
     };
