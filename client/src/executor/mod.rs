@@ -35,7 +35,7 @@ use tokio::sync::Semaphore;
 use tokio_util::{sync::CancellationToken, task::TaskTracker};
 
 /// Most blocking calls under way at once.
-pub const BLOCKING_CALLS: usize = MAX_BEGINS + MAX_PUBLISHES + MAX_OBEYS + MAX_REMOVALS;
+pub const BLOCKING_CALLS: usize = MAX_BEGINS + MAX_REHASHES + MAX_PUBLISHES + MAX_OBEYS + MAX_REMOVALS;
 
 /// Artifacts whose last task is remembered. Idle ones beyond it are forgotten, oldest first, since each keeps
 /// a worker of some kilobytes; the store still knows their fences and holdings, the reports how they ended.
