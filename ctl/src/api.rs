@@ -5,7 +5,10 @@
 //! change nothing, a create carries its job id, and a job is canceled once.
 
 use crate::error::Failure;
-use mooncake_proto::api::{Problem, ProblemCode};
+use mooncake_proto::{
+    api::{Problem, ProblemCode},
+    text::chain,
+};
 use reqwest::{Client, Method, StatusCode};
 use serde::{Serialize, de::DeserializeOwned};
 use std::{
@@ -265,18 +268,4 @@ fn is_loopback(url: &Url) -> bool {
         Some(url::Host::Domain(name)) => name == "localhost",
         None => false,
     }
-}
-
-fn chain(error: &dyn std::error::Error) -> String {
-    let mut text = error.to_string();
-    let mut cause = error.source();
-    while let Some(e) = cause {
-        let part = e.to_string();
-        if !text.contains(&part) {
-            text.push_str(": ");
-            text.push_str(&part);
-        }
-        cause = e.source();
-    }
-    text
 }

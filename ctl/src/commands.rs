@@ -99,9 +99,13 @@ async fn distribute(api: &Api, args: &DistributeArgs, format: Format) -> Result<
         rename(&mut request, args)?;
         request
     };
+    let job_id = args.job_id.clone().or_else(|| request.job_id.take().map(JobId));
     // Before hours of hashing: is anybody there, and who?
     if args.all {
-        name_targets(&mut request, &nodes_up(api).await?);
+        match &job_id {
+            Some(id) => repeat_all(api, &mut request, id).await?,
+            None => name_targets(&mut request, &nodes_up(api).await?),
+        }
     } else if !args.to.is_empty() {
         name_targets(&mut request, &args.to);
     }
@@ -116,13 +120,12 @@ async fn distribute(api: &Api, args: &DistributeArgs, format: Format) -> Result<
     if is_folder {
         request.manifest = Some(manifest::create(&args.what, &args.model)?);
     }
-    let job_id = args
-        .job_id
-        .clone()
-        .or_else(|| request.job_id.take().map(JobId))
-        .unwrap_or_else(JobId::generate);
+    let job_id = job_id.unwrap_or_else(JobId::generate);
     request.job_id = Some(job_id.to_string());
-    request.model = request.manifest.as_ref().map(manifest::model_of);
+    // What a request says itself is for the master to compare with its manifest.
+    if request.model.is_none() {
+        request.model = request.manifest.as_ref().map(manifest::model_of);
+    }
     if args.max_attempts.is_some() || args.deadline.is_some() {
         let policy = request.policy.get_or_insert_with(JobPolicy::default);
         policy.max_attempts = args.max_attempts.or(policy.max_attempts);
@@ -151,6 +154,26 @@ async fn distribute(api: &Api, args: &DistributeArgs, format: Format) -> Result<
         job.target_nodes.len()
     );
     watch::follow(api, &job.job_id, format).await
+}
+
+/// `--all` under the id of a job that may exist: "all" are then the nodes that were up when it was created, or a
+/// repeat after an outcome that is not known would be another request under the same id.
+async fn repeat_all(api: &Api, request: &mut CreateJobRequest, id: &JobId) -> Result<(), Failure> {
+    let job = match watch::get(api, id).await {
+        Ok(job) => job,
+        Err(Failure::Refused(problem)) if problem.code == ProblemCode::JobNotFound => {
+            name_targets(request, &nodes_up(api).await?);
+            return Ok(());
+        }
+        Err(other) => return Err(other),
+    };
+    eprintln!(
+        "mooncakectl: job {id} exists: --all means its {} nodes",
+        job.target_nodes.len()
+    );
+    name_targets(request, &job.target_nodes);
+    request.seed_node_id = Some(job.seed_node_id.to_string());
+    Ok(())
 }
 
 /// In place of those of the request, if it has any.
@@ -188,18 +211,20 @@ fn rename(request: &mut CreateJobRequest, args: &DistributeArgs) -> Result<(), F
             "--url-prefix and --chunk-size are for folders: a manifest has its URLs and chunks already";
         return Err(Failure::Usage(message.into()));
     }
-    if let Some(manifest) = &mut request.manifest {
-        let model = &args.model;
-        for (given, member) in [
-            (&model.model_id, &mut manifest.model_id),
-            (&model.revision, &mut manifest.revision),
-            (&model.format, &mut manifest.format),
-            (&model.provider, &mut manifest.provider),
-        ] {
+    let name = &args.model;
+    let set = |members: [&mut Option<String>; 4]| {
+        let given = [&name.model_id, &name.revision, &name.format, &name.provider];
+        for (given, member) in given.into_iter().zip(members) {
             if given.is_some() {
                 member.clone_from(given);
             }
         }
+    };
+    if let Some(m) = &mut request.manifest {
+        set([&mut m.model_id, &mut m.revision, &mut m.format, &mut m.provider]);
+    }
+    if let Some(m) = &mut request.model {
+        set([&mut m.model_id, &mut m.revision, &mut m.format, &mut m.provider]);
     }
     Ok(())
 }
@@ -264,18 +289,8 @@ async fn models(api: &Api) -> Result<ModelList, Failure> {
     }
 }
 
+/// A job that was canceled before, perhaps by a try of this very command whose answer was lost, is no error.
 async fn cancel(api: &Api, id: &JobId) -> Result<JobSnapshot, Failure> {
     let path = [&JOBS[..], &[id.as_str(), "cancel"]].concat();
-    match api.post(&path, None::<&()>).await {
-        // Canceled before, perhaps by a try of this very command whose answer was lost.
-        Err(Failure::Refused(problem)) if problem.code == ProblemCode::JobTerminal => {
-            let job = watch::get(api, id).await?;
-            if job.status == JobStatus::Canceled {
-                Ok(job)
-            } else {
-                Err(Failure::Refused(problem))
-            }
-        }
-        other => other,
-    }
+    api.post(&path, None::<&()>).await
 }

@@ -26,8 +26,9 @@ use tokio_util::{sync::CancellationToken, task::TaskTracker};
 
 /// Requests served at once, probes excepted: beyond it callers get 429 rather than a growing queue.
 pub const MAX_REQUESTS: usize = 1024;
-/// Long polls waiting at once: each costs a task and a few KiB, so there may be more of them.
-pub const MAX_LONG_POLLS: usize = 8192;
+/// Long polls waiting at once: each costs a task and some tens of KiB with its connection and no room for a body, so
+/// there may be more of them. With the requests they fit into the connections that the HTTP port takes.
+pub const MAX_LONG_POLLS: usize = 12_288;
 
 /// Longest time for what is under way at a stop.
 const STOP_TIME: Duration = Duration::from_secs(10);

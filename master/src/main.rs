@@ -24,6 +24,7 @@ fn main() -> ExitCode {
         eprintln!("error: {reason}");
         return ExitCode::from(2);
     }
+    raise_open_files();
     let runtime = match tokio::runtime::Builder::new_multi_thread().enable_all().build() {
         Ok(runtime) => runtime,
         Err(error) => {
@@ -42,6 +43,16 @@ fn main() -> ExitCode {
     // stopped while it opened: `exit` would run RocksDB's destructors under them, and now and then die of a signal.
     // SAFETY: `_exit` only ends the process; standard error, where the log goes, is not buffered.
     unsafe { libc::_exit(code) }
+}
+
+/// Every long poll keeps a socket open, and one more where it is passed on: take as many files as the system allows.
+fn raise_open_files() {
+    use rustix::process::{Resource, getrlimit, setrlimit};
+    let mut limit = getrlimit(Resource::Nofile);
+    limit.current = limit.maximum;
+    if let Err(error) = setrlimit(Resource::Nofile, limit) {
+        tracing::warn!(%error, "cannot raise the number of open files; many long polls may exceed it");
+    }
 }
 
 fn log_to_stderr(config: &Config) -> Result<(), String> {

@@ -5,6 +5,7 @@
 //! - [`api`]: the HTTP JSON types, error documents included.
 //! - [`hello`] (feature `net`): the handshake that opens every connection between processes.
 //! - [`http`] (feature `net`): the accept loop of the HTTP ports.
+//! - [`text`]: what a message repeats of a caller, and how an error is told.
 //! - [`pb`]: the protobuf messages and, with feature `net`, the gRPC services.
 //!
 //! Nothing here does I/O, except for `hello` and `http`, which read and write the streams they are given.
@@ -19,6 +20,7 @@ pub mod http;
 pub mod ids;
 pub mod manifest;
 pub mod pb;
+pub mod text;
 pub mod time;
 
 /// The protocol version that this build speaks; it also speaks [`PROTOCOL_VERSION_MIN`].

@@ -171,7 +171,11 @@ fn creates(fake: &Fake) -> Vec<CreateJobRequest> {
 
 #[tokio::test]
 async fn a_folder_goes_to_every_node_that_is_up() {
-    let fake = Fake::start(friendly).await;
+    let fake = Fake::start(|r| match r.number {
+        0 => problem(ProblemCode::JobNotFound, "there is no such job yet"),
+        _ => friendly(r),
+    })
+    .await;
     let dir = folder();
     let output = ctl(
         &[&fake.url],
@@ -313,8 +317,18 @@ async fn a_whole_request_is_sent_as_it_is() {
     assert_eq!(request.seed_node_id, whole.seed_node_id);
     assert_eq!(request.target_nodes, Some(vec!["n8:1".to_owned()]));
     assert!(request.replica_policy.is_none(), "it counted other targets");
-    let request = run(&["--all"]).await;
-    assert_eq!(request.target_nodes.map(|t| t.len()), Some(2));
+    // What it says of the model is for the master to compare with its manifest; options hold for both.
+    let mut other = whole.clone();
+    other.model.as_mut().unwrap().model_id = Some("other".into());
+    std::fs::write(&file, serde_json::to_string(&other).unwrap()).unwrap();
+    assert_eq!(run(&[]).await.model, other.model, "it is not repaired in silence");
+    let request = run(&["--revision", "r7"]).await;
+    let (model, manifest) = (request.model.unwrap(), request.manifest.unwrap());
+    assert_eq!(
+        (model.model_id.as_deref(), model.revision.as_deref()),
+        (Some("other"), Some("r7"))
+    );
+    assert_eq!(manifest.revision.as_deref(), Some("r7"));
     // A manifest names no nodes.
     let manifest = at(&dir, "manifest.json");
     std::fs::write(&manifest, serde_json::to_string(&whole.manifest).unwrap()).unwrap();
@@ -323,6 +337,37 @@ async fn a_whole_request_is_sent_as_it_is() {
         2,
         &["--to", "--all"],
     );
+}
+
+/// Who repeats a command with `--all` under the job's id repeats the same request, whatever nodes are up now.
+#[tokio::test]
+async fn all_nodes_of_a_job_that_exists_are_its_own() {
+    let fake = Fake::start(|r| match r.line().as_str() {
+        "GET /api/v1/model-distribution/jobs/j-1" => {
+            let mut job = snapshot("j-1", JobStatus::Planned, 0, 1);
+            job.target_nodes = ["n7:25001", "n2:25001", "n1:25001"].map(node).to_vec();
+            job.seed_node_id = node("n9:25001");
+            ok(job)
+        }
+        _ => friendly(r),
+    })
+    .await;
+    let dir = folder();
+    let args = ["distribute", &at(&dir, "m"), "--all", "--job-id", "j-1"];
+    exits(&ctl(&[&fake.url], &args).await, 0, &["j-1 exists", "3 nodes"]);
+    let request = creates(&fake).remove(0);
+    assert_eq!(
+        request.target_nodes,
+        Some(["n7:25001", "n2:25001", "n1:25001"].map(String::from).to_vec())
+    );
+    assert_eq!(request.seed_node_id.as_deref(), Some("n9:25001"));
+    // Another seed that is asked for is another request: the master says so.
+    exits(
+        &ctl(&[&fake.url], &[&args[..], &["--seed", "n1:25001"]].concat()).await,
+        0,
+        &[],
+    );
+    assert_eq!(creates(&fake).remove(1).seed_node_id.as_deref(), Some("n1:25001"));
 }
 
 #[tokio::test]
@@ -483,21 +528,16 @@ async fn watching_tells_how_the_job_ended() {
 }
 
 #[tokio::test]
-async fn canceling_twice_is_fine() {
+async fn a_lost_cancel_is_repeated() {
     let fake = Fake::start(|r| match (r.method.as_str(), r.number) {
         ("POST", 0) => problem(ProblemCode::OutcomeUnknown, "the leader died"),
-        ("POST", _) => problem(ProblemCode::JobTerminal, "it has ended"),
         _ => ok(snapshot("j", JobStatus::Canceled, 10, 5)),
     })
     .await;
     let output = ctl(&[&fake.url], &["jobs", "cancel", "j"]).await;
     exits(&output, 0, &[]);
     assert!(stdout(&output).contains("canceled"));
-    let done = Fake::start(|r| match r.method.as_str() {
-        "POST" => problem(ProblemCode::JobTerminal, "it has ended"),
-        _ => ok(snapshot("j", JobStatus::Completed, 10, 5)),
-    })
-    .await;
+    let done = Fake::start(|_| problem(ProblemCode::JobTerminal, "it has ended")).await;
     exits(
         &ctl(&[&done.url], &["jobs", "cancel", "j"]).await,
         2,

@@ -13,6 +13,7 @@ use std::time::{Duration, Instant};
 use mooncake_proto::hello::{self, HelloConfig, Purpose};
 use mooncake_proto::pb::raft as pb;
 use mooncake_proto::pb::raft::raft_client::RaftClient;
+use mooncake_proto::text::chain_after;
 use mooncake_raft_store::{Node, NodeId};
 use parking_lot::Mutex;
 use tonic::transport::Channel;
@@ -157,23 +158,6 @@ impl Peers {
     }
 }
 
-/// A text with the causes behind it that say something new: tonic says only "transport error" by itself.
-fn chain(text: &str, error: Option<&(dyn Error + 'static)>) -> String {
-    let mut parts: Vec<String> = match text {
-        "" | "transport error" => Vec::new(),
-        text => vec![text.to_owned()],
-    };
-    let mut next = error;
-    while let Some(error) = next {
-        let text = error.to_string();
-        if text != "transport error" && !parts.iter().any(|part| part.contains(&text)) {
-            parts.push(text);
-        }
-        next = error.source();
-    }
-    parts.join(": ")
-}
-
 /// What went wrong with a call, in one line, and whether it was a refusal.
 pub(crate) fn describe(status: &tonic::Status) -> (String, bool) {
     use tonic::Code;
@@ -193,7 +177,7 @@ pub(crate) fn describe(status: &tonic::Status) -> (String, bool) {
             status.code(),
             Code::FailedPrecondition | Code::PermissionDenied | Code::Unimplemented
         );
-    let mut text = chain(status.message(), status.source());
+    let mut text = chain_after(status.message(), status.source());
     if text.is_empty() {
         text = status.code().to_string();
     }

@@ -1,79 +1,153 @@
-//! Request bodies: bounded each, and bounded together.
+//! Request bodies: bounded each, bounded together, and bounded in time.
 //!
-//! Guaranteed: no body over [`MAX_BODY_BYTES`] is ever held, and all bodies held at once stay below
-//! [`BUDGET_BYTES`]; who finds no room within [`BUDGET_WAIT`] is told to come back. A refused body is read to
-//! its end (within bounds) before the answer, so that a caller which sends first and reads later sees the
-//! answer and not a broken connection.
+//! Guaranteed: no body over [`MAX_BODY_BYTES`] is ever held. Bodies up to [`SMALL_BYTES`] are bounded together by
+//! the admission of requests ([`crate::context::MAX_REQUESTS`], 64 MiB); larger ones have a room for the middling
+//! and one for the large, so that none waits behind one that is much larger. Who finds no room within
+//! [`BUDGET_WAIT`] is told to come back. A body where none is expected is not held at all. A body that comes
+//! slower than [`MIN_BYTES_PER_S`], after a grace, is given up: nobody holds a request's place or room by dripping.
+//! A refused body is read to its end (within bounds) before the answer, so that a caller which sends first and
+//! reads later sees the answer and not a broken connection.
 
-use super::error::{ApiError, cut};
+use super::error::ApiError;
 use axum::{
-    body::Body,
+    body::{Body, HttpBody},
     http::{HeaderMap, header},
 };
 use bytes::{Bytes, BytesMut};
 use futures_util::StreamExt;
-use mooncake_proto::{api::ProblemCode, manifest::MAX_BODY_BYTES};
+use mooncake_proto::{api::ProblemCode, manifest::MAX_BODY_BYTES, text::cut};
 use std::{sync::Arc, time::Duration};
-use tokio::sync::{OwnedSemaphorePermit, Semaphore};
+use tokio::{
+    sync::{OwnedSemaphorePermit, Semaphore},
+    time::Instant,
+};
 
-/// All bodies held at once: two of the largest. A parsed body takes about four times its size beside it.
-const BUDGET_BYTES: usize = 2 * MAX_BODY_BYTES;
-/// What is reserved for a body that does not tell its length, until it proves larger.
-const UNKNOWN_RESERVE_BYTES: usize = 1 << 20;
+/// Bodies up to this size need no room of their own. Nearly all are: the RFC's example has 1 KiB.
+const SMALL_BYTES: usize = 64 << 10;
+/// Bodies up to this size share the room for the middling.
+const MIDDLING_BYTES: usize = 2 << 20;
+/// All middling bodies held at once.
+const MIDDLING_ROOM_BYTES: usize = 32 << 20;
+/// All large bodies held at once: two of the largest. A parsed body takes about four times its size beside it.
+const LARGE_ROOM_BYTES: usize = 2 * MAX_BODY_BYTES;
 /// Longest wait for room.
 const BUDGET_WAIT: Duration = Duration::from_secs(10);
-/// Longest silence in the middle of a body.
-const READ_IDLE: Duration = Duration::from_secs(30);
+/// Longest silence in the middle of a body, and what a body may take beside the time that its size needs.
+const READ_GRACE: Duration = Duration::from_secs(30);
+/// Slowest sender that is waited for.
+const MIN_BYTES_PER_S: usize = 1 << 20;
 /// Longest time spent on reading a body that was refused already.
 const DRAIN_TIME: Duration = Duration::from_secs(5);
 /// Most bytes of such a body that are read.
 const DRAIN_BYTES: usize = 2 * MAX_BODY_BYTES;
-/// Unit of the budget: a semaphore counts at most `u32::MAX` permits at once.
+/// Unit of the rooms: a semaphore counts at most `u32::MAX` permits at once.
 const UNIT_BYTES: usize = 1 << 10;
 
-/// The room for bodies.
+/// The rooms for bodies.
 pub(crate) struct BodyBudget {
-    room: Arc<Semaphore>,
+    middling: Arc<Semaphore>,
+    large: Arc<Semaphore>,
     wait: Duration,
+    grace: Duration,
 }
 
 impl Default for BodyBudget {
     fn default() -> Self {
         Self {
-            room: Arc::new(Semaphore::new(BUDGET_BYTES / UNIT_BYTES)),
+            middling: Arc::new(Semaphore::new(MIDDLING_ROOM_BYTES / UNIT_BYTES)),
+            large: Arc::new(Semaphore::new(LARGE_ROOM_BYTES / UNIT_BYTES)),
             wait: BUDGET_WAIT,
+            grace: READ_GRACE,
         }
     }
 }
 
-/// A body, and its room in the budget for as long as any clone of this lives.
-#[derive(Clone, Debug)]
+/// A body, and its room for as long as any clone of this lives.
+#[derive(Clone, Debug, Default)]
 pub(super) struct HeldBody {
     pub bytes: Bytes,
-    _room: Arc<Vec<OwnedSemaphorePermit>>,
+    _room: Option<Arc<OwnedSemaphorePermit>>,
 }
 
 impl HeldBody {
     #[cfg(test)]
     pub fn for_tests(bytes: Bytes) -> Self {
+        Self { bytes, _room: None }
+    }
+}
+
+const fn units(bytes: usize) -> u32 {
+    bytes.div_ceil(UNIT_BYTES) as u32
+}
+
+/// How long a body may go on coming.
+struct Pace {
+    began: Instant,
+    grace: Duration,
+}
+
+impl Pace {
+    fn new(grace: Duration) -> Self {
         Self {
-            bytes,
-            _room: Arc::default(),
+            began: Instant::now(),
+            grace,
         }
+    }
+
+    /// The next frame, with `got` bytes so far.
+    async fn next(
+        &self,
+        stream: &mut axum::body::BodyDataStream,
+        got: usize,
+    ) -> Result<Option<Bytes>, ApiError> {
+        let whole = self.grace + Duration::from_secs_f64(got as f64 / MIN_BYTES_PER_S as f64);
+        let until = (self.began + whole).min(Instant::now() + self.grace);
+        match tokio::time::timeout_at(until, stream.next()).await {
+            Ok(None) => Ok(None),
+            Ok(Some(Ok(frame))) => Ok(Some(frame)),
+            Ok(Some(Err(e))) => {
+                let detail = format!("the connection broke after {got} bytes of the body: {e}");
+                Err(ApiError::new(ProblemCode::InvalidRequest, detail))
+            }
+            Err(_) => {
+                let detail = format!(
+                    "only {got} bytes of the body came within {:.0} s; a body may pause for {} s, and take {} s and \
+                     one more for each MiB in all",
+                    self.began.elapsed().as_secs_f64(),
+                    self.grace.as_secs(),
+                    self.grace.as_secs(),
+                );
+                Err(ApiError::new(ProblemCode::BodyTimeout, detail))
+            }
+        }
+    }
+
+    /// The time that `wait` takes is not the sender's.
+    async fn paused<T>(&mut self, wait: impl Future<Output = T>) -> T {
+        let began = Instant::now();
+        let done = wait.await;
+        self.began += began.elapsed();
+        done
     }
 }
 
 impl BodyBudget {
-    async fn room(&self, bytes: usize) -> Result<OwnedSemaphorePermit, ApiError> {
-        let units = bytes.div_ceil(UNIT_BYTES) as u32;
-        match tokio::time::timeout(self.wait, self.room.clone().acquire_many_owned(units)).await {
+    async fn acquire(&self, room: &Arc<Semaphore>, bytes: usize) -> Result<OwnedSemaphorePermit, ApiError> {
+        match tokio::time::timeout(self.wait, room.clone().acquire_many_owned(units(bytes))).await {
             Ok(Ok(permit)) => Ok(permit),
             _ => Err(ApiError::new(
                 ProblemCode::Overloaded,
-                format!(
-                    "this master holds {BUDGET_BYTES} bytes of request bodies already; repeat the request later"
-                ),
+                "this master holds as many bytes of request bodies as it can; repeat the request later",
             )),
+        }
+    }
+
+    /// Room for a body of up to `bytes`; none is needed for a small one.
+    async fn room(&self, bytes: usize) -> Result<Option<OwnedSemaphorePermit>, ApiError> {
+        match bytes {
+            0..=SMALL_BYTES => Ok(None),
+            _ if bytes <= MIDDLING_BYTES => self.acquire(&self.middling, bytes).await.map(Some),
+            _ => self.acquire(&self.large, bytes).await.map(Some),
         }
     }
 
@@ -84,51 +158,75 @@ impl BodyBudget {
         body: Body,
         limit: usize,
     ) -> Result<HeldBody, ApiError> {
-        let told = headers
-            .get(header::CONTENT_LENGTH)
-            .and_then(|v| v.to_str().ok()?.parse::<u64>().ok());
+        let told = told(headers, &body);
         if told.is_some_and(|n| n > limit as u64) {
             refuse(headers, body).await;
             return Err(too_large(limit));
         }
-        let told = told.map(|n| n as usize);
-        let mut reserved = told.unwrap_or(UNKNOWN_RESERVE_BYTES.min(limit));
-        let mut room = vec![self.room(reserved).await?];
-        let mut held = BytesMut::with_capacity(told.unwrap_or(0));
+        // What does not tell its size is small until it proves larger.
+        let mut reserved = told.map_or(SMALL_BYTES.min(limit), |n| n as usize);
+        let mut room = self.room(reserved).await?;
+        // A told size is a promise only: memory is taken as the bytes come.
+        let mut held = BytesMut::with_capacity(reserved.min(SMALL_BYTES));
         let mut stream = body.into_data_stream();
-        loop {
-            let frame = match tokio::time::timeout(READ_IDLE, stream.next()).await {
-                Ok(Some(Ok(frame))) => frame,
-                Ok(None) => break,
-                Ok(Some(Err(e))) => {
-                    let detail = format!("the connection broke after {} bytes of the body: {e}", held.len());
-                    return Err(ApiError::new(ProblemCode::InvalidRequest, detail));
-                }
-                Err(_) => {
-                    let detail = format!(
-                        "nothing came for {} s after {} bytes of the body",
-                        READ_IDLE.as_secs(),
-                        held.len()
-                    );
-                    return Err(ApiError::new(ProblemCode::InvalidRequest, detail));
-                }
-            };
-            if held.len() + frame.len() > limit {
-                drop(held);
+        let mut pace = Pace::new(self.grace);
+        while let Some(frame) = pace.next(&mut stream, held.len()).await? {
+            let size = held.len() + frame.len();
+            if size > limit {
+                drop((held, room));
                 drain(&mut stream).await;
                 return Err(too_large(limit));
             }
-            if held.len() + frame.len() > reserved {
-                room.push(self.room(limit - reserved).await?);
-                reserved = limit;
+            if size > reserved {
+                reserved = match size {
+                    0..=MIDDLING_BYTES => MIDDLING_BYTES.min(limit),
+                    _ => limit,
+                };
+                // Nobody with room for a large one waits for a middling one's, so this cannot wait in a circle.
+                room = pace.paused(self.room(reserved)).await?;
             }
             held.extend_from_slice(&frame);
         }
+        if let Some(room) = &mut room {
+            // What was not needed is for others.
+            let unused = room.num_permits().saturating_sub(units(held.len()) as usize);
+            drop(room.split(unused));
+        }
         Ok(HeldBody {
             bytes: held.freeze(),
-            _room: Arc::new(room),
+            _room: room.map(Arc::new),
         })
     }
+
+    /// Reads a body of at most `limit` bytes that nobody looks at, and keeps nothing of it.
+    pub(super) async fn skip(&self, headers: &HeaderMap, body: Body, limit: usize) -> Result<(), ApiError> {
+        if body.is_end_stream() {
+            return Ok(());
+        }
+        if told(headers, &body).is_some_and(|n| n > limit as u64) {
+            refuse(headers, body).await;
+            return Err(too_large(limit));
+        }
+        let mut stream = body.into_data_stream();
+        let pace = Pace::new(self.grace);
+        let mut got = 0;
+        while let Some(frame) = pace.next(&mut stream, got).await? {
+            got += frame.len();
+            if got > limit {
+                drain(&mut stream).await;
+                return Err(too_large(limit));
+            }
+        }
+        Ok(())
+    }
+}
+
+/// The size of a body, where it is known before it comes.
+fn told(headers: &HeaderMap, body: &Body) -> Option<u64> {
+    let header = headers
+        .get(header::CONTENT_LENGTH)
+        .and_then(|v| v.to_str().ok()?.parse().ok());
+    body.size_hint().exact().or(header)
 }
 
 fn too_large(limit: usize) -> ApiError {
@@ -220,44 +318,162 @@ mod tests {
         assert!(check_content_type(&HeaderMap::new()).is_err());
     }
 
-    #[tokio::test]
-    async fn a_body_over_the_limit_is_refused_told_or_not() {
-        let budget = BodyBudget::default();
-        let free = budget.room.available_permits();
-        let told = headers(&[(header::CONTENT_LENGTH, "11")]);
-        for headers in [HeaderMap::new(), told] {
-            let error = budget
-                .read(&headers, Body::from("hello world"), 10)
-                .await
-                .unwrap_err();
-            assert_eq!(error.problem().status, 413);
-            assert!(
-                error.problem().detail.contains("10 bytes"),
-                "{}",
-                error.problem().detail
-            );
-            let held = budget
-                .read(&headers, Body::from("hello world"), 11)
-                .await
-                .unwrap();
-            assert_eq!(&held.bytes[..], b"hello world");
-            assert!(budget.room.available_permits() < free, "a held body takes room");
-            drop(held);
-            assert_eq!(budget.room.available_permits(), free);
+    fn told_size(bytes: usize) -> HeaderMap {
+        headers(&[(header::CONTENT_LENGTH, &bytes.to_string())])
+    }
+
+    /// A body that comes in frames of `frame` bytes and does not tell its size.
+    fn stream_of(bytes: usize, frame: usize) -> Body {
+        let frames = (0..bytes).step_by(frame).map(move |at| {
+            let part = vec![b' '; frame.min(bytes - at)];
+            Ok::<_, std::io::Error>(Bytes::from(part))
+        });
+        Body::from_stream(futures_util::stream::iter(frames))
+    }
+
+    /// A body that begins and never goes on.
+    fn stalled(bytes: usize) -> Body {
+        let begins = futures_util::stream::iter([Ok::<_, std::io::Error>(Bytes::from(vec![b' '; bytes]))]);
+        Body::from_stream(begins.chain(futures_util::stream::pending()))
+    }
+
+    impl BodyBudget {
+        fn free(&self) -> [usize; 2] {
+            [&self.middling, &self.large].map(|room| room.available_permits() * UNIT_BYTES)
         }
     }
 
     #[tokio::test]
-    async fn without_room_the_caller_is_told_to_come_back() {
+    async fn a_body_over_the_limit_is_refused_told_or_not() {
+        let budget = BodyBudget::default();
+        let limit = SMALL_BYTES + 10;
+        for told in [false, true] {
+            let read = async |size: usize| {
+                let headers = if told { told_size(size) } else { HeaderMap::new() };
+                budget.read(&headers, stream_of(size, 1000), limit).await
+            };
+            let error = read(limit + 1).await.unwrap_err();
+            assert_eq!(error.problem().status, 413);
+            assert!(
+                error.problem().detail.contains(&format!("{limit} bytes")),
+                "{}",
+                error.problem().detail
+            );
+            let held = read(limit).await.unwrap();
+            assert_eq!(held.bytes.len(), limit);
+            assert!(budget.free()[0] < MIDDLING_ROOM_BYTES, "a held body takes room");
+            drop(held);
+            assert_eq!(budget.free(), [MIDDLING_ROOM_BYTES, LARGE_ROOM_BYTES]);
+            let error = budget
+                .skip(&HeaderMap::new(), stream_of(11, 4), 10)
+                .await
+                .unwrap_err();
+            assert_eq!(error.problem().status, 413);
+            budget
+                .skip(&HeaderMap::new(), stream_of(10, 4), 10)
+                .await
+                .unwrap();
+        }
+    }
+
+    #[tokio::test]
+    async fn a_body_keeps_the_room_that_it_needs() {
+        let budget = BodyBudget::default();
+        let read = async |size: usize| {
+            let body = stream_of(size, 60_000);
+            budget
+                .read(&HeaderMap::new(), body, MAX_BODY_BYTES)
+                .await
+                .unwrap()
+        };
+        let small = read(SMALL_BYTES).await;
+        assert_eq!(budget.free(), [MIDDLING_ROOM_BYTES, LARGE_ROOM_BYTES]);
+        let middling = read(100 << 10).await;
+        assert_eq!(
+            budget.free(),
+            [MIDDLING_ROOM_BYTES - (100 << 10), LARGE_ROOM_BYTES]
+        );
+        let large = read(3 << 20).await;
+        assert_eq!(
+            budget.free(),
+            [MIDDLING_ROOM_BYTES - (100 << 10), LARGE_ROOM_BYTES - (3 << 20)]
+        );
+        drop((small, middling, large));
+    }
+
+    #[tokio::test]
+    async fn without_room_the_caller_is_told_to_come_back_and_smaller_ones_are_served() {
         let budget = BodyBudget {
             wait: Duration::from_millis(10),
             ..BodyBudget::default()
         };
-        let _all = budget.room(BUDGET_BYTES).await.unwrap();
+        let _all = budget.acquire(&budget.large, LARGE_ROOM_BYTES).await.unwrap();
+        let body = || stream_of(MIDDLING_BYTES + 1, 1 << 20);
+        for headers in [HeaderMap::new(), told_size(MIDDLING_BYTES + 1)] {
+            let error = budget.read(&headers, body(), MAX_BODY_BYTES).await.unwrap_err();
+            assert_eq!(error.problem().status, 429);
+        }
+        for size in [0, 3000, SMALL_BYTES, SMALL_BYTES + 1, MIDDLING_BYTES] {
+            let body = stream_of(size, 1 << 20);
+            let held = budget.read(&told_size(size), body, MAX_BODY_BYTES).await.unwrap();
+            assert_eq!(held.bytes.len(), size);
+        }
+    }
+
+    #[tokio::test(start_paused = true)]
+    async fn a_body_that_does_not_come_is_given_up() {
+        let budget = BodyBudget::default();
+        let began = Instant::now();
         let error = budget
-            .read(&HeaderMap::new(), Body::from("x"), 10)
+            .read(&told_size(1000), stalled(10), MAX_BODY_BYTES)
             .await
             .unwrap_err();
-        assert_eq!(error.problem().status, 429);
+        assert_eq!(error.problem().status, 408);
+        assert!(
+            error.problem().detail.contains("10 bytes"),
+            "{}",
+            error.problem().detail
+        );
+        assert!((READ_GRACE..READ_GRACE * 2).contains(&began.elapsed()));
+        // One byte every second never pauses for long, and would take months.
+        let drip = || {
+            let bytes = futures_util::stream::unfold((), async |()| {
+                tokio::time::sleep(Duration::from_secs(1)).await;
+                Some((Ok::<_, std::io::Error>(Bytes::from_static(b" ")), ()))
+            });
+            Body::from_stream(Box::pin(bytes))
+        };
+        let began = Instant::now();
+        let error = budget
+            .read(&told_size(MAX_BODY_BYTES), drip(), MAX_BODY_BYTES)
+            .await
+            .unwrap_err();
+        assert_eq!(error.problem().status, 408);
+        assert!((READ_GRACE..READ_GRACE * 2).contains(&began.elapsed()));
+        let error = budget
+            .skip(&HeaderMap::new(), drip(), SMALL_BYTES)
+            .await
+            .unwrap_err();
+        assert_eq!(error.problem().status, 408);
+        assert_eq!(budget.free(), [MIDDLING_ROOM_BYTES, LARGE_ROOM_BYTES]);
+        // As slow as is allowed, for longer than the grace.
+        let steady = futures_util::stream::unfold(0, async |n| {
+            tokio::time::sleep(Duration::from_secs(1)).await;
+            (n < 60).then(|| {
+                (
+                    Ok::<_, std::io::Error>(Bytes::from(vec![b' '; MIN_BYTES_PER_S])),
+                    n + 1,
+                )
+            })
+        });
+        let held = budget
+            .read(
+                &HeaderMap::new(),
+                Body::from_stream(Box::pin(steady)),
+                MAX_BODY_BYTES,
+            )
+            .await
+            .unwrap();
+        assert_eq!(held.bytes.len(), 60 * MIN_BYTES_PER_S);
     }
 }

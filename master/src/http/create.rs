@@ -5,7 +5,7 @@
 //! and of its settings since.
 
 use super::{
-    error::{ApiError, cut},
+    error::ApiError,
     forward::Prepared,
     jobs::{propose_error, snapshot_of},
     work::at_most,
@@ -23,13 +23,16 @@ use mooncake_proto::{
     api::{CreateJobRequest, ProblemCode, Warning},
     digest::Digest,
     ids::{JobId, ModelRef, NodeId},
-    manifest::{Fault, ValidJob, ValidateOptions, block_size_for, validate},
+    manifest::{Examined, Fault, Faults, ValidJob, ValidateOptions, block_size_for, examine},
+    text::cut,
 };
 use mooncake_state::{BlobRef, Command, CreateJob, Reply, State as Replicated, blob_parts};
 use std::{fmt::Write, sync::Arc};
 use tokio::sync::Semaphore;
 
-/// Bodies up to this size are parsed where they are: a hop to another thread costs more than they do.
+/// Bodies up to this size are parsed where they are: a hop to another thread costs more than they do. The size of the
+/// body is the measure of the work, because parsing and validating take time and memory by the bytes that came, not
+/// by the chunks and ids that these ask for (see [`examine`]).
 const PARSE_INLINE_BYTES: usize = 32 << 10;
 /// Bodies over this size are parsed one at a time: each takes a few times its size while it lasts.
 const PARSE_ALONE_BYTES: usize = 1 << 20;
@@ -41,8 +44,6 @@ const INLINE_BLOB_BYTES: usize = 64 << 10;
 const PARTS_AT_ONCE: usize = 4;
 /// Unknown members named in warnings; the rest is counted.
 const MAX_UNKNOWN_MEMBERS: usize = 20;
-/// Faults named in one answer; the rest is counted.
-const MAX_FAULTS: usize = 100;
 
 static PARSE_LARGE: Semaphore = Semaphore::const_new(1);
 static PARSE_SMALL: Semaphore = Semaphore::const_new(PARSE_AT_ONCE);
@@ -55,7 +56,7 @@ struct Parsed {
     manifest: Blob,
     sources: Blob,
     /// What this site's policy has against it (`--require-checksums`): it holds for new jobs.
-    policy_faults: Vec<Fault>,
+    policy_faults: Faults,
 }
 
 struct Blob {
@@ -79,7 +80,7 @@ impl Blob {
 /// What is wrong with the request itself, and the nodes it names, so that the answer can name those that are
 /// not known too.
 struct Refused {
-    faults: Vec<Fault>,
+    faults: Faults,
     seed: Option<String>,
     targets: Vec<String>,
 }
@@ -142,28 +143,18 @@ fn parse(bytes: &[u8], options: ValidateOptions) -> Result<Parsed, ParseError> {
     let (request, unknown) = parse_json(bytes).map_err(ParseError::Json)?;
     let seed = request.seed_node_id.clone();
     let targets = request.target_nodes.clone().unwrap_or_default();
-    let refused = |faults| {
-        ParseError::Refused(Refused {
-            faults,
-            seed,
-            targets,
-        })
-    };
-    let mut policy_faults = Vec::new();
-    let mut valid = match validate(request, options) {
-        Ok(valid) => valid,
-        Err(faults) if options.require_checksums => {
-            // Read again rather than copied before: only what is refused pays for it.
-            let (request, _) = parse_json(bytes).map_err(ParseError::Json)?;
-            match validate(request, ValidateOptions::default()) {
-                Ok(valid) => {
-                    policy_faults = faults;
-                    valid
-                }
-                Err(_) => return Err(refused(faults)),
-            }
+    let Examined {
+        job: mut valid,
+        policy: policy_faults,
+    } = match examine(request, options) {
+        Ok(examined) => examined,
+        Err(faults) => {
+            return Err(ParseError::Refused(Refused {
+                faults,
+                seed,
+                targets,
+            }));
         }
-        Err(faults) => return Err(refused(faults)),
     };
     valid.warnings.extend(unknown);
     let request_digest = valid.request_digest();
@@ -302,23 +293,14 @@ fn unknown_nodes(
     state: &Replicated,
     seed: Option<&NodeId>,
     targets: impl Iterator<Item = Option<NodeId>>,
-    faults: &mut Vec<Fault>,
+    faults: &mut Faults,
 ) {
-    let mut more = 0;
     let mut check = |pointer: String, node: &NodeId| {
-        if state.node(node).is_some() {
-            return;
+        if state.node(node).is_none() {
+            let detail =
+                format!("no node '{node}' has ever registered; GET /api/v1/nodes lists those that have");
+            faults.push(pointer, "unknown_node", detail);
         }
-        if faults.len() >= MAX_FAULTS {
-            more += 1;
-            return;
-        }
-        let detail = format!("no node '{node}' has ever registered; GET /api/v1/nodes lists those that have");
-        faults.push(Fault {
-            pointer,
-            code: "unknown_node".into(),
-            detail,
-        });
     };
     if let Some(seed) = seed {
         check("/seed_node_id".into(), seed);
@@ -327,14 +309,6 @@ fn unknown_nodes(
         if let Some(node) = node {
             check(format!("/target_nodes/{i}"), &node);
         }
-    }
-    if more > 0 {
-        let detail = format!("{more} more unknown nodes are not listed");
-        faults.push(Fault {
-            pointer: String::new(),
-            code: "too_many_faults".into(),
-            detail,
-        });
     }
 }
 
@@ -381,12 +355,9 @@ async fn submit(ctx: &MasterContext, job: JobId, parsed: Parsed) -> Result<Respo
             // A valid job fits then: its targets' names and warnings are bounded.
             Err(error @ ProposeError::TooLarge { .. }) => {
                 let detail = format!("{error}: name fewer targets, or shorter names");
-                let fault = Fault {
-                    pointer: "/target_nodes".into(),
-                    code: "limit_exceeded".into(),
-                    detail,
-                };
-                return Err(ApiError::faults(vec![fault]));
+                let mut faults = Faults::default();
+                faults.push("/target_nodes", "limit_exceeded", detail);
+                return Err(ApiError::faults(faults));
             }
             Err(error) => return Err(propose_error(error).with_job(job.as_str())),
         };
@@ -408,7 +379,7 @@ async fn submit(ctx: &MasterContext, job: JobId, parsed: Parsed) -> Result<Respo
                 let state = Replicated::new();
                 let named = |node: &NodeId| nodes.contains(node).then(|| node.clone());
                 let seed = named(&parsed.valid.seed);
-                let mut faults = Vec::new();
+                let mut faults = Faults::default();
                 unknown_nodes(
                     &state,
                     seed.as_ref(),
@@ -636,7 +607,7 @@ mod tests {
         };
         let (lenient, strict) = (parsed(false), parsed(true));
         assert!(lenient.policy_faults.is_empty());
-        assert_eq!(strict.policy_faults[0].code, "checksum_required");
+        assert_eq!(strict.policy_faults.into_vec()[0].code, "checksum_required");
         assert_eq!(lenient.request_digest, strict.request_digest);
         // With faults of its own, all of them come at once.
         let body = String::from_utf8_lossy(body).replace("\"model.bin\"", "\"../model.bin\"");
@@ -646,11 +617,8 @@ mod tests {
         let Err(ParseError::Refused(refused)) = parse(body.as_bytes(), options) else {
             panic!("it has a fault")
         };
-        let codes: Vec<_> = refused.faults.iter().map(|f| &*f.code).collect();
-        assert!(
-            codes.contains(&"checksum_required") && codes.contains(&"path_escapes"),
-            "{codes:?}"
-        );
+        let codes: Vec<_> = refused.faults.into_vec().into_iter().map(|f| f.code).collect();
+        assert_eq!(codes, ["path_escapes", "checksum_required"]);
     }
 
     #[test]

@@ -8,23 +8,11 @@ use axum::{
 };
 use mooncake_proto::{
     api::{PROBLEM_JSON, Problem, ProblemCode},
-    manifest::Fault,
+    manifest::{Fault, Faults},
 };
-use std::borrow::Cow;
 
 /// What a caller is told to wait where waiting helps, in seconds: longer than any election.
 const RETRY_AFTER_S: &str = "1";
-
-/// Longest piece of a caller's text that an answer, a warning or the log repeats, in characters.
-const MAX_ECHO_CHARS: usize = 200;
-
-/// A caller's text for a message: what is over the limit is left out, and an ellipsis says so.
-pub(super) fn cut(text: &str) -> Cow<'_, str> {
-    match text.char_indices().nth(MAX_ECHO_CHARS) {
-        None => Cow::Borrowed(text),
-        Some((end, _)) => Cow::Owned(format!("{}…", &text[..end])),
-    }
-}
 
 /// Marks a response (as an extension) that another master may answer better: this one lost the leadership
 /// while it served the request.
@@ -55,7 +43,8 @@ impl ApiError {
         Self::new(ProblemCode::InvalidParameter, detail)
     }
 
-    pub fn faults(errors: Vec<Fault>) -> Self {
+    pub fn faults(faults: Faults) -> Self {
+        let errors = faults.into_vec();
         let detail = match errors.as_slice() {
             [one] => format!("{}: {}", one.pointer, one.detail),
             many => format!("{} faults, listed in `errors`", many.len()),
@@ -128,18 +117,5 @@ impl IntoResponse for ApiError {
             response.extensions_mut().insert(read_at);
         }
         response
-    }
-}
-
-#[cfg(test)]
-mod tests {
-    use super::*;
-
-    #[test]
-    fn long_texts_are_cut_between_characters() {
-        assert_eq!(cut("short"), "short");
-        let just = "ü".repeat(MAX_ECHO_CHARS);
-        assert_eq!(cut(&just), just);
-        assert_eq!(cut(&format!("{just}x")), format!("{just}…"));
     }
 }

@@ -23,7 +23,7 @@ use crate::{
 };
 use axum::{
     body::Body,
-    extract::{Request, State},
+    extract::{FromRequestParts, Path, Request, State},
     http::{HeaderMap, HeaderName, HeaderValue, StatusCode, Uri, header, request::Parts},
     middleware::Next,
     response::{IntoResponse, Response},
@@ -38,6 +38,7 @@ use mooncake_proto::{
     api::{HEADER_FORWARDED_BY, ProblemCode},
     ids::JobId,
     manifest::MAX_BODY_BYTES,
+    text::chain,
 };
 use std::{
     sync::Arc,
@@ -82,6 +83,7 @@ pub(super) enum Kind {
 /// What the first master prepared for the handler; an extension of the request.
 #[derive(Clone, Debug)]
 pub(super) struct Prepared {
+    /// Of a create; others have none that anybody looks at.
     pub body: HeldBody,
     /// For a body without one.
     pub generated_job_id: JobId,
@@ -134,8 +136,10 @@ fn decide(own_id: u64, view: &Leadership, forwarded: bool) -> Decision {
 /// What became of a request that was sent.
 enum Sent {
     Answer(Response),
-    /// Nothing was done.
+    /// Nothing was done: it did not get there.
     NotDone(String),
+    /// Nothing was done: the other master says so.
+    Declined(String),
     /// Something may have been done.
     Lost(String),
 }
@@ -175,27 +179,32 @@ async fn dispatch(
 
     let arrived = Instant::now();
     let wait = params.wait()?;
+    let since = if params.is_long_poll() {
+        Some(version_now(ctx, &mut parts, &params).await)
+    } else {
+        None
+    };
     let forwarded = parts.headers.contains_key(HEADER_FORWARDED_BY);
     let own_id = ctx.consensus.identity().node_id;
     let mut watch = ctx.consensus.leadership();
     let mut hold_until = Instant::now() + ctx.options.hold;
     let mut maybe_done = false;
     let mut sends = 0;
+    let mut asked = false;
     let mut last = "no leader is known".to_owned();
     loop {
         let view = watch.borrow_and_update().clone();
-        // A repeated long poll goes on with what is left of its wait.
+        // A repeated long poll goes on with what is left of its wait, and from what there was when it came.
         let left = wait.map(|w| w.saturating_sub(arrived.elapsed()));
         let uri = match (left, parts.uri.query()) {
-            (Some(left), Some(query)) if sends > 0 => {
-                with_query(&parts.uri, &params::with_wait_left(query, left))
-            }
+            (Some(left), Some(query)) if asked => with_query(&parts.uri, &params::again(query, left, since)),
             _ => parts.uri.clone(),
         };
         match decide(own_id, &view, forwarded) {
             Decision::Serve => match ctx.consensus.read_index().await {
                 Ok(_) => {
                     sends += 1;
+                    asked = true;
                     let mut again = parts.clone();
                     again.uri = uri;
                     let response = next.clone().run(Request::from_parts(again, Body::empty())).await;
@@ -224,6 +233,8 @@ async fn dispatch(
             },
             Decision::Forward(address) => {
                 let deadline = ANSWER_TIMEOUT + left.unwrap_or_default();
+                let began = Instant::now();
+                asked = true;
                 let sent = tokio::select! {
                     sent = ctx.forwarder.send(ctx, &address, &parts, uri, &prepared, deadline) => sent,
                     // It died or was cut off: do not wait for it.
@@ -242,6 +253,11 @@ async fn dispatch(
                         return Ok(response);
                     }
                     Sent::NotDone(why) => last = why,
+                    Sent::Declined(why) => {
+                        // While it held a long poll there was a leader.
+                        hold_until += began.elapsed();
+                        last = why;
+                    }
                     Sent::Lost(why) => {
                         sends += 1;
                         maybe_done = true;
@@ -268,19 +284,40 @@ async fn dispatch(
     }
 }
 
+/// The version of the job that a long poll is about, as applied here when it comes: 0 if it is not known here (yet).
+/// It is no later than what a leader would have said, so that a poll which goes on from it at the next leader misses
+/// nothing; at worst it is answered at once with a change that came just before it.
+async fn version_now(ctx: &MasterContext, parts: &mut Parts, params: &Params) -> u64 {
+    let id = match params.get("job_id") {
+        Some(id) => Some(id.to_owned()),
+        None => Path::<String>::from_request_parts(parts, &())
+            .await
+            .ok()
+            .map(|Path(id)| id),
+    };
+    let state = ctx.consensus.state();
+    id.and_then(|id| JobId::parse(&id).ok())
+        .and_then(|id| Some(state.job(&id)?.version))
+        .unwrap_or(0)
+}
+
 /// Reads the body and does the checks that need no leader.
 async fn prepare(ctx: &MasterContext, kind: Kind, parts: &Parts, body: Body) -> Result<Prepared, ApiError> {
-    let limit = match kind {
-        Kind::Create => MAX_BODY_BYTES,
-        Kind::Read | Kind::Cancel => MAX_EMPTY_BODY_BYTES,
-    };
     if kind == Kind::Create
         && let Err(error) = body::check_content_type(&parts.headers)
     {
         body::refuse(&parts.headers, body).await;
         return Err(error);
     }
-    let body = ctx.bodies.read(&parts.headers, body, limit).await?;
+    let body = match kind {
+        Kind::Create => ctx.bodies.read(&parts.headers, body, MAX_BODY_BYTES).await?,
+        Kind::Read | Kind::Cancel => {
+            ctx.bodies
+                .skip(&parts.headers, body, MAX_EMPTY_BODY_BYTES)
+                .await?;
+            HeldBody::default()
+        }
+    };
     let passed_on = parts
         .headers
         .get(HEADER_GENERATED_JOB_ID)
@@ -430,7 +467,7 @@ impl Forwarder {
             match head.status {
                 // Its own words for: nothing was done.
                 StatusCode::SERVICE_UNAVAILABLE => {
-                    Sent::NotDone(format!("the master at {address} does not lead any more"))
+                    Sent::Declined(format!("the master at {address} does not lead any more"))
                 }
                 // It lost the leadership meanwhile: the next leader knows.
                 StatusCode::GATEWAY_TIMEOUT => {
@@ -468,16 +505,6 @@ fn copy_headers(from: &HeaderMap, to: &mut HeaderMap) {
             to.append(name.clone(), value.clone());
         }
     }
-}
-
-fn chain(error: &dyn std::error::Error) -> String {
-    let mut text = error.to_string();
-    let mut source = error.source();
-    while let Some(cause) = source {
-        text = format!("{text}: {cause}");
-        source = cause.source();
-    }
-    text
 }
 
 #[cfg(test)]

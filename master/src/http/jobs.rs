@@ -1,7 +1,7 @@
 //! Reading, listing, waiting for and canceling jobs.
 
 use super::{
-    error::{ApiError, cut},
+    error::ApiError,
     json_at,
     params::{Consistency, Params, Segment, job_token},
     read::with_live,
@@ -11,6 +11,7 @@ use axum::{Extension, extract::State, http::Uri, response::Response};
 use mooncake_proto::{
     api::{JobList, JobStatus, ProblemCode},
     ids::JobId,
+    text::cut,
 };
 use mooncake_state::{Command, Live, Reply};
 use std::{pin::pin, sync::Arc, time::Duration};
@@ -195,8 +196,9 @@ pub(super) async fn cancel(
         .map_err(|e| propose_error(e).with_job(id.as_str()))?;
     match committed.reply {
         Reply::JobNotFound => Err(not_found(&id)),
-        Reply::JobTerminal { status } if status != JobStatus::Canceled => Err(terminal(&id, status)),
-        Reply::Done | Reply::JobTerminal { .. } => {
+        Reply::JobTerminal { status } => Err(terminal(&id, status)),
+        // Also where another cancel came between the look and the command.
+        Reply::Done => {
             tracing::info!(job = %id, "job canceled");
             snapshot_of(&ctx, &id, true)
         }

@@ -29,10 +29,14 @@ use axum::{
     response::{IntoResponse, Response},
     routing::{MethodRouter, get, post},
 };
-use error::{ApiError, cut};
+use error::ApiError;
 use forward::{Kind, to_leader};
 use futures_util::FutureExt;
-use mooncake_proto::api::{HEADER_APPLIED_INDEX, HEADER_SERVED_BY, HEADER_TERM, ProblemCode};
+use mooncake_proto::{
+    api::{HEADER_APPLIED_INDEX, HEADER_SERVED_BY, HEADER_TERM, ProblemCode},
+    text::cut,
+};
+use params::Params;
 use std::{panic::AssertUnwindSafe, sync::Arc, time::Instant};
 
 /// The routes, ready to be served (or called directly, in tests).
@@ -128,16 +132,11 @@ async fn around(State(ctx): State<Arc<MasterContext>>, request: Request, next: N
         .extensions()
         .get::<MatchedPath>()
         .map(|p| p.as_str().to_owned());
-    let long = request
-        .uri()
-        .query()
-        .is_some_and(|q| q.split('&').any(|p| p.starts_with("wait=")));
+    // As the handlers read it, however it is spelled; they refuse what cannot be read.
+    let long = matches!(method, Method::GET | Method::HEAD)
+        && Params::parse(request.uri().query()).is_ok_and(|params| params.is_long_poll());
     let probe = !request.uri().path().starts_with("/api/");
-    let permits = if long && method == Method::GET {
-        &ctx.long_polls
-    } else {
-        &ctx.requests
-    };
+    let permits = if long { &ctx.long_polls } else { &ctx.requests };
     let mut response = if probe {
         caught(next.run(request)).await
     } else {

@@ -1,6 +1,6 @@
 //! Query parameters: strict, so that a misspelt filter is an error and not a different answer.
 
-use super::error::{ApiError, cut};
+use super::error::ApiError;
 use axum::{
     extract::{FromRequestParts, Path},
     http::request::Parts,
@@ -8,6 +8,7 @@ use axum::{
 use mooncake_proto::{
     api::JobStatus,
     ids::{JobId, ModelRef, NodeId},
+    text::cut,
 };
 use std::time::Duration;
 
@@ -168,6 +169,12 @@ impl Params {
         }
     }
 
+    /// Whether a read with these may be held back for longer than any other request.
+    pub fn is_long_poll(&self) -> bool {
+        self.wait()
+            .is_ok_and(|wait| wait.is_some_and(|wait| !wait.is_zero()))
+    }
+
     pub fn since(&self) -> Result<Option<u64>, ApiError> {
         self.number("since")
     }
@@ -248,14 +255,20 @@ pub(super) fn model_token(model: &ModelRef) -> String {
     })
 }
 
-/// The query string with `wait` cut to what is left of it.
-pub(super) fn with_wait_left(query: &str, left: Duration) -> String {
+/// The query string of a long poll that is sent again: with `wait` cut to what is left of it, and with `since` if
+/// the caller gave none.
+pub(super) fn again(query: &str, left: Duration, since: Option<u64>) -> String {
     let mut out = url::form_urlencoded::Serializer::new(String::new());
+    let mut has_since = false;
     for (name, value) in url::form_urlencoded::parse(query.as_bytes()) {
+        has_since |= name == "since";
         match &*name {
             "wait" => out.append_pair(&name, &format!("{}ms", left.as_millis())),
             _ => out.append_pair(&name, &value),
         };
+    }
+    if let Some(since) = since.filter(|_| !has_since) {
+        out.append_pair("since", &since.to_string());
     }
     out.finish()
 }
@@ -377,7 +390,10 @@ mod tests {
 
     #[test]
     fn the_wait_of_a_repeated_poll_is_what_is_left() {
-        let query = with_wait_left("since=4&wait=60s&x=a%26b", Duration::from_millis(1234));
+        let left = Duration::from_millis(1234);
+        let query = again("since=4&w%61it=60s&x=a%26b", left, Some(7));
         assert_eq!(query, "since=4&wait=1234ms&x=a%26b");
+        assert_eq!(again("wait=60s", left, Some(7)), "wait=1234ms&since=7");
+        assert_eq!(again("wait=60s", left, None), "wait=1234ms");
     }
 }

@@ -1,7 +1,7 @@
 //! Nodes, models, objects, the cluster.
 
 use super::{
-    error::{ApiError, cut},
+    error::ApiError,
     json_at,
     params::{Consistency, Params, Segment, model_token},
     work::at_most,
@@ -13,6 +13,7 @@ use mooncake_proto::{
     digest::Digest,
     ids::{ModelRef, NodeId},
     manifest::MAX_OBJECT_ID_BYTES,
+    text::cut,
 };
 use mooncake_state::{Bytes, Live};
 use std::{collections::HashMap, ops::Deref, sync::Arc};

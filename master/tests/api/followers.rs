@@ -192,8 +192,8 @@ async fn without_a_majority_the_caller_is_told_that_nothing_was_done() -> Result
     Ok(())
 }
 
-/// Takes one request and answers `answer` (nothing: the connection just ends).
-async fn serve_once(listener: &tokio::net::TcpListener, answer: &str) -> Result<()> {
+/// Takes one request, answers `answer` (nothing: the connection just ends), and gives the request's head.
+async fn serve_once(listener: &tokio::net::TcpListener, answer: &str) -> Result<String> {
     let (mut stream, _) = listener.accept().await?;
     let mut request = Vec::new();
     let head = loop {
@@ -209,7 +209,7 @@ async fn serve_once(listener: &tokio::net::TcpListener, answer: &str) -> Result<
         anyhow::ensure!(stream.read_buf(&mut request).await? > 0, "the body was to come");
     }
     stream.write_all(answer.as_bytes()).await?;
-    Ok(())
+    Ok(text)
 }
 
 #[tokio::test(flavor = "multi_thread")]
@@ -246,5 +246,47 @@ async fn a_lost_write_is_not_hidden_by_what_its_repeat_is_answered() -> Result<(
         serve_once(&listener, overloaded)
     );
     assert_eq!(answer?.status, 429);
-    served
+    served?;
+    Ok(())
+}
+
+/// What changes while a long poll looks for the next leader is not missed: it goes on from what there was when it came.
+#[tokio::test(flavor = "multi_thread")]
+async fn a_long_poll_that_is_sent_again_goes_on_from_where_it_began() -> Result<()> {
+    let mut cluster = TestCluster::start(3).await?;
+    let leader = cluster.leader().await?;
+    let follower = (leader + 1) % 3;
+    let seed = FakeNode::start(&cluster.masters[leader].rpc, SEED, Manner::Dawdles).await?;
+    let mut body = example("polled", "m");
+    body["target_nodes"] = json!([SEED]);
+    body["replica_policy"] = json!({"target_replica_count": 1});
+    assert_eq!(cluster.post(follower, JOBS, &body).await?.status, 201);
+    seed.got("acquire").await?;
+    let version = cluster.job_status(follower, "polled", "seeding").await?.body["version"].clone();
+    let stale = format!("{JOBS}/polled?consistency=stale");
+    cluster
+        .until(follower, &stale, |a| a.body["version"] == version)
+        .await?;
+    // It leads on, but something else is where it answers: a leader that steps down, or dies, then the next one.
+    cluster.masters[leader].stop_serving().await;
+    let listener = tokio::net::TcpListener::bind(&cluster.masters[leader].http).await?;
+    let stepped_down = "HTTP/1.1 503 Service Unavailable\r\ncontent-length: 0\r\nconnection: close\r\n\r\n";
+    let changed = "HTTP/1.1 200 OK\r\ncontent-length: 2\r\nconnection: close\r\n\r\n{}";
+    for first in [stepped_down, ""] {
+        for path in [
+            format!("{JOBS}/polled?wait=50s"),
+            format!("{JOBS}?job_id=polled&wait=50s"),
+        ] {
+            let fake = async {
+                let one = serve_once(&listener, first).await?;
+                Ok::<_, anyhow::Error>((one, serve_once(&listener, changed).await?))
+            };
+            let (answer, heads) = tokio::join!(cluster.get(follower, &path), fake);
+            assert_eq!(answer?.status, 200);
+            let (one, two) = heads?;
+            assert!(!one.contains("since="), "{one}");
+            assert!(two.contains(&format!("since={version} ")), "{two}");
+        }
+    }
+    Ok(())
 }

@@ -226,6 +226,39 @@ async fn a_long_poll_wakes_at_a_change_and_gives_up_after_its_wait() -> Result<(
     Ok(())
 }
 
+/// Whatever can be held back has the place of a long poll, not that of a request.
+#[tokio::test(flavor = "multi_thread")]
+async fn a_long_poll_is_one_however_it_is_asked_for() -> Result<()> {
+    let cluster = TestCluster::start(1).await?;
+    let _seed = FakeNode::start(&cluster.masters[0].rpc, SEED, Manner::Dawdles).await?;
+    for (number, (method, query)) in [
+        (Method::GET, "wait=55s"),
+        (Method::GET, "w%61it=55s"),
+        (Method::HEAD, "wait=55s"),
+    ]
+    .into_iter()
+    .enumerate()
+    {
+        let id = format!("spelled-{number}");
+        let mut body = example(&id, &id);
+        body["target_nodes"] = json!([SEED]);
+        body["replica_policy"] = json!({"target_replica_count": 1});
+        cluster.post(0, JOBS, &body).await?;
+        cluster.job_status(0, &id, "seeding").await?;
+        let path = format!("{JOBS}/{id}?{query}");
+        let (woken, canceled) = tokio::join!(cluster.send(0, method, &path, &[], ""), async {
+            cluster
+                .until(0, "/metrics", |a| a.text.contains("\nmaster_long_polls 1\n"))
+                .await?;
+            cluster
+                .post(0, &format!("{JOBS}/{id}/cancel"), &json!(null))
+                .await
+        });
+        assert_eq!((woken?.status, canceled?.status), (200, 200));
+    }
+    Ok(())
+}
+
 #[tokio::test(flavor = "multi_thread")]
 async fn lists_are_filtered_and_paged_newest_first() -> Result<()> {
     let cluster = TestCluster::start(1).await?;

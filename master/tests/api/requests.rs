@@ -6,9 +6,12 @@ use super::{
     node::{FakeNode, Manner},
 };
 use anyhow::{Context as _, Result};
+use futures_util::{StreamExt, stream::FuturesUnordered};
 use hyper::Method;
 use mooncake_proto::api::{HEADER_APPLIED_INDEX, HEADER_SERVED_BY, HEADER_TERM, PROBLEM_JSON};
 use serde_json::json;
+use std::time::Duration;
+use tokio::io::{AsyncReadExt, AsyncWriteExt};
 
 /// Method, path, headers, body, and the status and code to expect.
 type Case = (
@@ -378,6 +381,64 @@ async fn every_fault_comes_at_once_with_its_pointer() -> Result<()> {
         "{}",
         answer.text
     );
+    Ok(())
+}
+
+/// Faults of the request and nodes that are not known are counted together, once.
+#[tokio::test(flavor = "multi_thread")]
+async fn faults_that_are_not_listed_are_counted_once() -> Result<()> {
+    let cluster = TestCluster::start(1).await?;
+    let mut body = rfc_example();
+    body["target_nodes"] = (0..120).map(|i| format!("nonsense {i}")).collect();
+    let found = cluster.post(0, JOBS, &body).await?.body["errors"].clone();
+    let found = found.as_array().unwrap();
+    assert_eq!(found.len(), 101);
+    assert!(
+        found[..100].iter().all(|f| f["code"] == "invalid_node_id"),
+        "{found:?}"
+    );
+    // 20 of the targets, and the seed, which nobody knows.
+    assert_eq!(found[100]["code"], "too_many_faults");
+    assert_eq!(found[100]["detail"], "21 more faults are not listed");
+    Ok(())
+}
+
+/// Large uploads that are under way, or wait for room, stand in nobody's way but their own.
+#[tokio::test(flavor = "multi_thread")]
+async fn large_uploads_do_not_hold_up_small_requests() -> Result<()> {
+    let cluster = TestCluster::start(1).await?;
+    let _node = FakeNode::start(&cluster.masters[0].rpc, "127.0.0.1:25001", Manner::Works).await?;
+    // Two fill the room, the third waits for it.
+    let mut uploads = Vec::new();
+    for _ in 0..3 {
+        let mut stream = tokio::net::TcpStream::connect(&cluster.masters[0].http).await?;
+        let head = format!(
+            "POST {JOBS} HTTP/1.1\r\nhost: x\r\ncontent-type: application/json\r\nexpect: 100-continue\r\ncontent-length: {}\r\n\r\n",
+            64 << 20
+        );
+        stream.write_all(head.as_bytes()).await?;
+        uploads.push(stream);
+    }
+    // Who has room is told to send its body.
+    let mut invited: FuturesUnordered<_> = uploads
+        .iter_mut()
+        .map(|stream| async move {
+            let mut line = [0; 12];
+            stream.read_exact(&mut line).await.map(|_| line)
+        })
+        .collect();
+    for _ in 0..2 {
+        let line = tokio::time::timeout(PATIENCE, invited.next())
+            .await?
+            .expect("three of them")?;
+        assert_eq!(&line, b"HTTP/1.1 100");
+    }
+    let mut body = rfc_example();
+    body["target_nodes"] = json!(["127.0.0.1:25001"]);
+    body["replica_policy"] = json!({"target_replica_count": 1});
+    let (read, created) = tokio::join!(cluster.get(0, "/api/v1/nodes"), cluster.post(0, JOBS, &body));
+    let created = created?;
+    assert_eq!((read?.status, created.status), (200, 201), "{}", created.text);
     Ok(())
 }
 

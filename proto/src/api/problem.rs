@@ -29,6 +29,8 @@ pub enum ProblemCode {
     UnsupportedMediaType,
     /// The body is over its limit.
     BodyTooLarge,
+    /// The body came too slowly, or stopped coming: nothing was done.
+    BodyTimeout,
     /// The job id exists with another body.
     JobConflict,
     /// The model version is sealed with other content, or a live job wants other content.
@@ -63,6 +65,7 @@ impl ProblemCode {
             | Self::ModelNotFound => 404,
             Self::MethodNotAllowed => 405,
             Self::JobConflict | Self::ArtifactConflict | Self::JobTerminal => 409,
+            Self::BodyTimeout => 408,
             Self::BodyTooLarge => 413,
             Self::UnsupportedMediaType => 415,
             Self::Overloaded => 429,
@@ -86,6 +89,7 @@ impl ProblemCode {
             Self::MethodNotAllowed => "This method is not allowed here",
             Self::UnsupportedMediaType => "The content type must be application/json",
             Self::BodyTooLarge => "The body is too large",
+            Self::BodyTimeout => "The body came too slowly",
             Self::JobConflict => "The job id is taken by another request",
             Self::ArtifactConflict => "The model version has other content",
             Self::JobTerminal => "The job has already ended",

@@ -1,6 +1,55 @@
 //! The create request as it arrives: every field optional, so that one answer can name every fault.
 
-use serde::{Deserialize, Serialize};
+use crate::manifest::{MAX_CHUNKS, MAX_FILES, MAX_TARGETS};
+use serde::{
+    Deserialize, Deserializer, Serialize,
+    de::{IgnoredAny, SeqAccess, Visitor},
+};
+use std::{fmt, marker::PhantomData};
+
+/// Reads a list, and keeps one entry more than its limit: enough to see that it is over, and no memory for what is
+/// refused anyway (`{},` are three bytes, an entry is hundreds).
+fn at_most<'de, const LIMIT: usize, T, D>(deserializer: D) -> Result<Option<Vec<T>>, D::Error>
+where
+    T: Deserialize<'de>,
+    D: Deserializer<'de>,
+{
+    struct List<const LIMIT: usize, T>(PhantomData<T>);
+
+    impl<'de, const LIMIT: usize, T: Deserialize<'de>> Visitor<'de> for List<LIMIT, T> {
+        type Value = Option<Vec<T>>;
+
+        fn expecting(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
+            f.write_str("a list")
+        }
+
+        fn visit_unit<E>(self) -> Result<Self::Value, E> {
+            Ok(None)
+        }
+
+        fn visit_none<E>(self) -> Result<Self::Value, E> {
+            Ok(None)
+        }
+
+        fn visit_some<D: Deserializer<'de>>(self, deserializer: D) -> Result<Self::Value, D::Error> {
+            deserializer.deserialize_seq(self)
+        }
+
+        fn visit_seq<A: SeqAccess<'de>>(self, mut entries: A) -> Result<Self::Value, A::Error> {
+            let mut kept = Vec::new();
+            while kept.len() <= LIMIT {
+                match entries.next_element()? {
+                    Some(entry) => kept.push(entry),
+                    None => return Ok(Some(kept)),
+                }
+            }
+            while entries.next_element::<IgnoredAny>()?.is_some() {}
+            Ok(Some(kept))
+        }
+    }
+
+    deserializer.deserialize_option(List::<LIMIT, T>(PhantomData))
+}
 
 /// `POST /api/v1/model-distribution/jobs`.
 #[derive(Clone, Debug, Default, PartialEq, Serialize, Deserialize)]
@@ -14,7 +63,8 @@ pub struct CreateJobRequest {
     pub manifest: Option<ManifestSpec>,
     /// Who acquires it from outside.
     pub seed_node_id: Option<String>,
-    /// Who shall have it.
+    /// Who shall have it. Of more than [`MAX_TARGETS`] one more than these is read.
+    #[serde(default, deserialize_with = "at_most::<MAX_TARGETS, _, _>")]
     pub target_nodes: Option<Vec<String>>,
     /// Checked against the nodes named.
     #[serde(default, skip_serializing_if = "Option::is_none")]
@@ -53,7 +103,8 @@ pub struct ManifestSpec {
     /// Kept as given.
     #[serde(default, skip_serializing_if = "Option::is_none")]
     pub file_manifest_version: Option<String>,
-    /// At least one.
+    /// At least one. Of more than [`MAX_FILES`] one more than these is read.
+    #[serde(default, deserialize_with = "at_most::<MAX_FILES, _, _>")]
     pub files: Option<Vec<FileSpec>>,
 }
 
@@ -84,8 +135,12 @@ pub struct ArtifactSpec {
     /// Kept as given.
     #[serde(default, skip_serializing_if = "Option::is_none")]
     pub artifact_key: Option<String>,
-    /// One per chunk; left out: derived from the prefix.
-    #[serde(default, skip_serializing_if = "Option::is_none")]
+    /// One per chunk; left out: derived from the prefix. Of more than [`MAX_CHUNKS`] one more than these is read.
+    #[serde(
+        default,
+        deserialize_with = "at_most::<{ MAX_CHUNKS as usize }, _, _>",
+        skip_serializing_if = "Option::is_none"
+    )]
     pub object_ids: Option<Vec<String>>,
 }
 
@@ -104,7 +159,7 @@ pub struct ChunkLayout {
 /// The RFC's replica policy.
 #[derive(Clone, Debug, Default, PartialEq, Serialize, Deserialize)]
 pub struct ReplicaPolicy {
-    /// Refused above the number of distinct nodes named; a warning below the number of targets.
+    /// Refused above the number of distinct nodes named; a warning below it.
     pub target_replica_count: Option<u64>,
 }
 

@@ -10,12 +10,15 @@
 //! checksums; the seed finds that out.
 
 mod blocks;
+mod distinct;
+mod faults;
 mod objects;
 mod validate;
 
 pub use blocks::{BlockMap, BlockRange, block_size_for, root};
+pub use faults::{Fault, Faults, MAX_FAULTS};
 pub use objects::ObjectIds;
-pub use validate::{Fault, ValidJob, ValidateOptions, validate};
+pub use validate::{Examined, ValidJob, ValidateOptions, examine, validate};
 
 use crate::{
     codec::{self, CodecError},

@@ -460,6 +460,27 @@ fn ids_are_derived_and_kept_apart() {
     );
 }
 
+/// Derived ids of one file that another has too: one fault, at what can be changed, that says how many.
+#[test]
+fn derived_ids_that_another_file_has_are_one_fault() {
+    let mut body = rfc();
+    let mut second = body.pointer(FILE).unwrap().clone();
+    second["path"] = json!("other.bin");
+    second.as_object_mut().unwrap().remove("artifact");
+    body["manifest"]["files"].as_array_mut().unwrap().push(second);
+    body["manifest"]["total_size_bytes"] = json!(2 << 20);
+    let faults = run(body).unwrap_err();
+    let [fault] = &faults[..] else {
+        panic!("{faults:?}")
+    };
+    assert_eq!(fault.code, "duplicate_object_id");
+    assert_eq!(fault.pointer, "/manifest/files/1/chunk_layout/object_prefix");
+    assert_eq!(
+        fault.detail,
+        "'demo-model/r1/chunk-000' is already an object of /manifest/files/0, and so are the 3 after it"
+    );
+}
+
 #[test]
 fn empty_files_have_no_chunks() {
     let mut body = rfc();
@@ -539,16 +560,32 @@ fn limits_are_named() {
     assert!(faults[100].detail.contains("400 more") || faults[100].detail.contains("more faults"));
 }
 
+/// The number that counts is that of the distinct nodes named, the seed among them.
 #[test]
-fn replica_count_below_targets_is_a_warning() {
-    let mut body = rfc();
-    body["replica_policy"]["target_replica_count"] = json!(1);
-    let job = run(body).unwrap();
-    assert!(
-        job.warnings
-            .iter()
-            .any(|w| w.code == "replica_count_below_targets")
-    );
+fn replica_counts_are_held_against_the_nodes_named() {
+    let with = |count: u64, seed: &str| {
+        let mut body = rfc();
+        body["replica_policy"]["target_replica_count"] = json!(count);
+        body["seed_node_id"] = json!(seed);
+        match run(body) {
+            Ok(job) => job.warnings.into_iter().map(|w| w.code).collect::<Vec<_>>(),
+            Err(faults) => faults.into_iter().map(|f| f.code).collect(),
+        }
+    };
+    let (target, other) = ("127.0.0.1:25001", "127.0.0.1:25003");
+    let checksum = "checksum_not_checked".to_owned();
+    let below = vec!["replica_count_below_nodes".to_owned(), checksum.clone()];
+    let sorted = |count, seed| {
+        let mut codes = with(count, seed);
+        codes.sort_unstable_by(|a, b| b.cmp(a));
+        codes
+    };
+    assert_eq!(sorted(1, target), below);
+    assert_eq!(sorted(2, target), [checksum.clone()]);
+    assert_eq!(with(3, target), ["replica_count_too_high"]);
+    assert_eq!(sorted(2, other), below, "three nodes are named");
+    assert_eq!(sorted(3, other), [checksum]);
+    assert_eq!(with(4, other), ["replica_count_too_high"]);
 }
 
 #[test]

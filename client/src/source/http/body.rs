@@ -1,14 +1,12 @@
 //! The body of an answer, read in pieces of known length, never further than wanted.
 
-use super::{
-    fetcher::{Trouble, chain},
-    marks_its_end,
-};
+use super::{fetcher::Trouble, marks_its_end};
 use crate::{
     source::context::{Context, SourceFile},
     task::TransferCounters,
 };
 use bytes::{Buf, Bytes};
+use mooncake_proto::text::chain;
 use reqwest::Response;
 use std::{sync::Arc, time::Duration};
 use tokio::time::Instant;

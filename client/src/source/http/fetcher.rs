@@ -8,6 +8,7 @@ use crate::{
     source::{AllowList, SourceConfig, context::SourceFile, limits, redact},
     task::TaskFailure,
 };
+use mooncake_proto::text::chain;
 use parking_lot::Mutex;
 use reqwest::{
     Client, Response, StatusCode,
@@ -340,21 +341,6 @@ fn broken(file: &SourceFile, error: reqwest::Error) -> Trouble {
         };
     }
     Trouble::transient(why)
-}
-
-/// An error with its causes, without the URL.
-pub(super) fn chain(error: &(dyn std::error::Error + 'static)) -> String {
-    let mut text = error.to_string();
-    let mut cause = error.source();
-    while let Some(e) = cause {
-        let part = e.to_string();
-        if !text.contains(&part) {
-            text.push_str(": ");
-            text.push_str(&part);
-        }
-        cause = e.source();
-    }
-    text
 }
 
 #[cfg(test)]
