@@ -581,7 +581,7 @@ fn replica_counts_are_held_against_the_nodes_named() {
         codes
     };
     assert_eq!(sorted(1, target), below);
-    assert_eq!(sorted(2, target), [checksum.clone()]);
+    assert_eq!(sorted(2, target), std::slice::from_ref(&checksum));
     assert_eq!(with(3, target), ["replica_count_too_high"]);
     assert_eq!(sorted(2, other), below, "three nodes are named");
     assert_eq!(sorted(3, other), [checksum]);
