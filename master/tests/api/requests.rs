@@ -10,7 +10,6 @@ use futures_util::{StreamExt, stream::FuturesUnordered};
 use hyper::Method;
 use mooncake_proto::api::{HEADER_APPLIED_INDEX, HEADER_SERVED_BY, HEADER_TERM, PROBLEM_JSON};
 use serde_json::json;
-use std::time::Duration;
 use tokio::io::{AsyncReadExt, AsyncWriteExt};
 
 /// Method, path, headers, body, and the status and code to expect.
