@@ -15,7 +15,7 @@ use parking_lot::Mutex;
 use serde_json::{Value, json};
 use std::{
     collections::BTreeMap,
-    fs,
+    fs::{self, File},
     path::{Path, PathBuf},
     sync::Once,
 };
@@ -42,9 +42,9 @@ impl Run {
             rustix::process::geteuid().is_root(),
             "the testbed makes network namespaces and mounts: run it as root"
         );
-        clean()?;
+        let _turn = turn()?;
+        clean_in_turn()?;
         remove_on_signals()?;
-        fs::create_dir_all(REGISTRY)?;
         let me = std::process::id();
         let ours = Path::new(REGISTRY).join(format!(".{me}.tmp"));
         for offset in 0..RUNS {
@@ -119,8 +119,22 @@ fn record(number: u16) -> PathBuf {
     Path::new(REGISTRY).join(format!("{number}.json"))
 }
 
+/// Waits for the turn to make and to remove runs: two who remove the same dead run at once, or one who reads a record
+/// that is being written, would fail over each other. It ends with the file.
+fn turn() -> Result<File> {
+    fs::create_dir_all(REGISTRY).with_context(|| format!("cannot make {REGISTRY}: is this root?"))?;
+    let file = File::create(Path::new(REGISTRY).join("turn"))?;
+    file.lock()?;
+    Ok(file)
+}
+
 /// Removes every run whose owner is dead; their numbers.
 pub fn clean() -> Result<Vec<u16>> {
+    let _turn = turn()?;
+    clean_in_turn()
+}
+
+fn clean_in_turn() -> Result<Vec<u16>> {
     let mut removed = Vec::new();
     for (number, owner) in runs()? {
         let pid = owner["pid"].as_u64().unwrap_or(0) as u32;
