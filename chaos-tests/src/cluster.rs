@@ -36,6 +36,8 @@ pub struct ClusterOptions {
     pub raft_timers_ms: Option<[u64; 3]>,
     /// Further arguments of every master.
     pub master_args: Vec<String>,
+    /// Environment of master `i` at its first start.
+    pub master_env: Vec<Vec<(String, String)>>,
     /// Further arguments of every client.
     pub client_args: Vec<String>,
     /// Content of the cluster secret file, if there is to be one.
@@ -54,6 +56,7 @@ impl Default for ClusterOptions {
             allow_sources: Vec::new(),
             raft_timers_ms: None,
             master_args: Vec::new(),
+            master_env: Vec::new(),
             client_args: Vec::new(),
             secret: None,
             client_roots: Vec::new(),
@@ -233,12 +236,15 @@ impl Cluster {
                 );
             }
             args.extend(options.master_args.iter().cloned());
-            let process = Process::new(
+            let mut process = Process::new(
                 &dir,
                 &format!("master-{}", i + 1),
                 binary_path("mooncake_master")?,
                 args,
             );
+            for (name, value) in options.master_env.get(i).into_iter().flatten() {
+                process.set_env(name, value.clone());
+            }
             masters.push(process.in_namespace(seat.namespace.clone()));
         }
         let (mut clients, mut nodes) = (Vec::new(), Vec::new());
@@ -291,6 +297,52 @@ impl Cluster {
             tells_on_drop: false,
             _turn: None,
         })
+    }
+
+    /// Lays out one more master on loopback, with the next id, which is not started: it is in no `--initial-cluster` and
+    /// does not bootstrap. Gives its index.
+    pub fn add_master(&mut self) -> Result<usize> {
+        let index = self.masters.len();
+        let id = index + 1;
+        let (rpc, http) = (loopback(), loopback());
+        let name = format!("master-{id}");
+        let folder = self.dir.join(&name);
+        let args = strings(&[
+            "--node-id",
+            &id.to_string(),
+            "--data-dir",
+            &folder.display().to_string(),
+            "--rpc-address",
+            &rpc,
+            "--http-address",
+            &http,
+        ]);
+        self.masters.push(Process::new(
+            &self.dir,
+            &name,
+            binary_path("mooncake_master")?,
+            args,
+        ));
+        self.data_dirs.push(folder);
+        self.endpoints.push(format!("http://{http}"));
+        self.rpc_addresses.push(rpc);
+        Ok(index)
+    }
+
+    /// `ID=RPC/HTTP` of a master.
+    pub fn member(&self, master: usize) -> String {
+        let http = self.endpoints[master].trim_start_matches("http://");
+        format!("{}={}/{http}", master + 1, self.rpc_addresses[master])
+    }
+
+    /// Runs `mooncakectl` against these masters: (exit code, standard output, standard error).
+    pub async fn ctl(&self, endpoints: &[usize], args: &[&str]) -> Result<(i32, String, String)> {
+        let mut all = Vec::new();
+        for &master in endpoints {
+            all.extend(strings(&["--endpoint", &self.endpoints[master]]));
+        }
+        all.extend(strings(args));
+        run_to_end("mooncakectl", &all).await
     }
 
     /// The cluster's own folder; logs and secret are in it. Removed on drop, if the cluster made it.
@@ -527,6 +579,24 @@ fn is_passing(status: StatusCode) -> bool {
         status,
         StatusCode::SERVICE_UNAVAILABLE | StatusCode::GATEWAY_TIMEOUT
     )
+}
+
+/// Runs one of the binaries to its end: (exit code, standard output, standard error).
+pub async fn run_to_end(binary: &str, args: &[String]) -> Result<(i32, String, String)> {
+    let output = tokio::process::Command::new(binary_path(binary)?)
+        .args(args)
+        .stdin(std::process::Stdio::null())
+        .kill_on_drop(true)
+        .output();
+    let output = tokio::time::timeout(READY_DEADLINE * 2, output)
+        .await
+        .with_context(|| format!("{binary} {args:?} does not end"))??;
+    let text = |bytes: &[u8]| String::from_utf8_lossy(bytes).into_owned();
+    Ok((
+        output.status.code().unwrap_or(-1),
+        text(&output.stdout),
+        text(&output.stderr),
+    ))
 }
 
 fn strings(args: &[&str]) -> Vec<String> {

@@ -2,7 +2,8 @@
 //!
 //! Every request is repeated at the next endpoint when an endpoint cannot be reached, does not answer in
 //! time, or answers that it cannot serve now (429, 5xx). All requests of this program may be repeated: reads
-//! change nothing, a create carries its job id, and a job is canceled once.
+//! change nothing, a create carries its job id, a job is canceled once, and a change of the masters that finds its wish
+//! fulfilled changes nothing.
 
 use crate::error::Failure;
 use mooncake_proto::{
@@ -113,6 +114,35 @@ impl Api {
         self.call(Method::POST, path, &[], body, self.timeout).await
     }
 
+    /// GETs `path` and gives the bytes of the answer to `take` as they come. When an answer breaks off, `begin` is
+    /// called again and the next endpoint is asked.
+    pub async fn download<W>(
+        &self,
+        path: &[&str],
+        query: &[(&str, String)],
+        mut begin: impl FnMut() -> Result<W, Failure>,
+        mut take: impl FnMut(&mut W, &[u8]) -> Result<(), Failure>,
+    ) -> Result<W, Failure> {
+        let mut last = Failure::Unreachable("no endpoint is given".into());
+        for round in 0..ROUNDS {
+            for endpoint in &self.endpoints {
+                let mut into = begin()?;
+                match endpoint
+                    .receive(path, query, self.timeout, &mut |piece| take(&mut into, piece))
+                    .await
+                {
+                    Tried::Answer(()) => return Ok(into),
+                    Tried::Refused(failure) => return Err(failure),
+                    Tried::Next(why, _) => last = Failure::Unreachable(format!("{}: {why}", endpoint.base)),
+                }
+            }
+            if round + 1 < ROUNDS {
+                tokio::time::sleep(ROUND_PAUSE * 2u32.pow(round)).await;
+            }
+        }
+        Err(last)
+    }
+
     async fn call<T: DeserializeOwned>(
         &self,
         method: Method,
@@ -219,6 +249,49 @@ impl Endpoint {
             }
         }
         judge(status, &bytes, after)
+    }
+}
+
+impl Endpoint {
+    /// `patience`: for the head, and for each piece.
+    async fn receive(
+        &self,
+        path: &[&str],
+        query: &[(&str, String)],
+        patience: Duration,
+        take: &mut impl FnMut(&[u8]) -> Result<(), Failure>,
+    ) -> Tried<()> {
+        let late = || Tried::Next(format!("nothing came for {} s", patience.as_secs()), None);
+        let request = self.client.get(self.url(path)).query(query).send();
+        let mut answer = match tokio::time::timeout(patience, request).await {
+            Ok(Ok(answer)) => answer,
+            Ok(Err(e)) => return Tried::Next(chain(&e.without_url()), None),
+            Err(_) => return late(),
+        };
+        let status = answer.status();
+        if !status.is_success() {
+            let body = tokio::time::timeout(patience, answer.bytes()).await;
+            let body = body.ok().and_then(Result::ok).unwrap_or_default();
+            return match judge::<serde_json::Value>(status, &body, None) {
+                Tried::Refused(failure) => Tried::Refused(failure),
+                Tried::Next(why, after) => Tried::Next(why, after),
+                Tried::Answer(_) => late(),
+            };
+        }
+        loop {
+            match tokio::time::timeout(patience, answer.chunk()).await {
+                Ok(Ok(Some(piece))) => {
+                    if let Err(failure) = take(&piece) {
+                        return Tried::Refused(failure);
+                    }
+                }
+                Ok(Ok(None)) => return Tried::Answer(()),
+                Ok(Err(e)) => {
+                    return Tried::Next(format!("its answer broke off: {}", chain(&e.without_url())), None);
+                }
+                Err(_) => return late(),
+            }
+        }
     }
 }
 

@@ -91,7 +91,7 @@ pub enum Command {
     Nodes(OutputArgs),
     /// List the models and where they are
     Models(OutputArgs),
-    /// Look at the masters
+    /// Look at the masters, change who they are, back them up
     #[command(subcommand)]
     Cluster(ClusterCommand),
 }
@@ -256,6 +256,111 @@ pub enum JobsCommand {
 pub enum ClusterCommand {
     /// Show the masters, who leads, and how far each one is
     Status(OutputArgs),
+    /// Take a new master into the cluster, as a learner that does not vote
+    #[command(after_help = "\
+Start it first, with an id that no master of this cluster ever had and an empty data folder, and without --bootstrap:
+  mooncake_master --node-id 4 --data-dir m4 --rpc-address 10.0.0.4:50051 --http-address 10.0.0.4:9003
+  mooncakectl cluster add 10.0.0.4:50051 --promote
+
+Repeating the command is harmless.")]
+    Add {
+        /// Its RPC address, as the other masters and the nodes reach it
+        #[arg(value_name = "HOST:PORT")]
+        rpc_address: String,
+        /// Refuse it if it has another id
+        #[arg(long, value_name = "ID")]
+        id: Option<u64>,
+        #[command(flatten)]
+        promote: PromoteArgs,
+        #[command(flatten)]
+        output: OutputArgs,
+    },
+    /// Let a learner vote; refused while it lags behind
+    Promote {
+        /// Its id
+        #[arg(value_name = "ID")]
+        id: u64,
+        #[command(flatten)]
+        output: OutputArgs,
+    },
+    /// Take a master out of the cluster for good: it stops by itself, and its id must not be used again
+    #[command(after_help = "\
+Refused if too few of the other voters answer, since writes would stop. The leader hands leadership over first.
+Repeating the command is harmless.")]
+    Remove {
+        /// Its id
+        #[arg(value_name = "ID")]
+        id: u64,
+        #[command(flatten)]
+        output: OutputArgs,
+    },
+    /// Put a new master in the place of one that is lost: add, wait until it has the log, promote, remove the old one
+    #[command(after_help = "\
+Start the new master first (see `cluster add --help`). Interrupted, the same command goes on where it stopped.
+  mooncakectl cluster replace 2 10.0.0.4:50051")]
+    Replace {
+        /// The id of the lost master
+        #[arg(value_name = "OLD_ID")]
+        old: u64,
+        /// The RPC address of the new one
+        #[arg(value_name = "HOST:PORT")]
+        rpc_address: String,
+        /// How long the new master may take to catch up
+        #[arg(long, value_name = "DURATION", default_value = "10m", value_parser = parse_duration)]
+        wait: Duration,
+        #[command(flatten)]
+        output: OutputArgs,
+    },
+    /// Hand leadership over; no request fails meanwhile
+    Transfer {
+        /// The id of the next leader; left out: the master closest behind the log
+        #[arg(value_name = "ID")]
+        to: Option<u64>,
+        #[command(flatten)]
+        output: OutputArgs,
+    },
+    /// Backups of the masters' state (jobs, models, nodes; no model bytes)
+    #[command(subcommand)]
+    Snapshot(SnapshotCommand),
+}
+
+/// `--promote`.
+#[derive(Clone, Copy, Debug, Args)]
+pub struct PromoteArgs {
+    /// Wait until it has the log, and let it vote then
+    #[arg(long)]
+    pub promote: bool,
+    /// How long it may take to catch up
+    #[arg(long, value_name = "DURATION", default_value = "10m", value_parser = parse_duration, requires = "promote")]
+    pub wait: Duration,
+}
+
+/// `cluster snapshot …`.
+#[derive(Debug, Subcommand)]
+pub enum SnapshotCommand {
+    /// Take a backup
+    #[command(after_help = "\
+It holds everything that was acknowledged before the command began, and is checked before it gets its name. An older
+file of the same name is replaced in one step. Restore it with `mooncake_master restore`.
+  mooncakectl cluster snapshot save /backup/mooncake-$(date +%F).mcb")]
+    Save {
+        /// Where to write it
+        #[arg(value_name = "FILE")]
+        file: PathBuf,
+        /// What the endpoint itself has, though it may be behind: works without a leader
+        #[arg(long)]
+        stale: bool,
+        #[command(flatten)]
+        output: OutputArgs,
+    },
+    /// Check a backup and show what is in it; asks no master
+    Status {
+        /// The backup
+        #[arg(value_name = "FILE")]
+        file: PathBuf,
+        #[command(flatten)]
+        output: OutputArgs,
+    },
 }
 
 fn parse_endpoint(text: &str) -> Result<Option<Url>, String> {

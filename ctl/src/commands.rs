@@ -2,14 +2,15 @@
 
 use crate::{
     api::Api,
-    cli::{Cli, ClusterCommand, Command, DistributeArgs, Format, JobsCommand, ManifestCommand, OutputArgs},
+    cli::{Cli, Command, DistributeArgs, Format, JobsCommand, ManifestCommand, OutputArgs},
+    cluster,
     error::Failure,
     manifest, output, watch,
 };
 use mooncake_proto::{
     api::{
-        ClusterStatus, CreateJobRequest, JobList, JobPolicy, JobSnapshot, JobStatus, ManifestSpec, ModelList,
-        NodeList, NodeStatus, ProblemCode,
+        CreateJobRequest, JobList, JobPolicy, JobSnapshot, JobStatus, ManifestSpec, ModelList, NodeList,
+        NodeStatus, ProblemCode,
     },
     ids::{JobId, NodeId},
 };
@@ -82,11 +83,7 @@ pub async fn run(cli: Cli) -> Result<(), Failure> {
             output::print(format(output), &list, output::model_list);
             Ok(())
         }
-        Command::Cluster(ClusterCommand::Status(output)) => {
-            let status: ClusterStatus = api()?.get(&["api", "v1", "cluster"], &[]).await?;
-            output::print(format(output), &status, output::cluster);
-            Ok(())
-        }
+        Command::Cluster(command) => cluster::run(command, api, cli.json).await,
     }
 }
 

@@ -10,6 +10,7 @@
 
 pub mod api;
 pub mod cli;
+pub mod cluster;
 pub mod commands;
 pub mod error;
 pub mod manifest;

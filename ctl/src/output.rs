@@ -5,8 +5,10 @@ use crate::{cli::Format, error::Failure};
 use comfy_table::{Attribute, Cell, Color, ContentArrangement, Table, presets};
 use indicatif::{ProgressBar, ProgressDrawTarget, ProgressStyle};
 use mooncake_proto::api::{
-    ClusterStatus, JobList, JobSnapshot, JobStatus, ModelList, NodeList, NodeStatus, PlacementState,
+    ClusterStatus, JobList, JobSnapshot, JobStatus, MembershipAnswer, ModelList, NodeList, NodeStatus,
+    PlacementState,
 };
+use mooncake_proto::backup::BackupInfo;
 use serde::Serialize;
 use std::io::{IsTerminal, Write};
 
@@ -330,7 +332,7 @@ pub fn cluster(status: &ClusterStatus) -> String {
         status.cluster_version,
         status.recovery_epoch,
     );
-    let mut t = table(&["MASTER", "ROLE", "HTTP", "RPC", "LAG", "DISK"]);
+    let mut t = table(&["MASTER", "ROLE", "HTTP", "RPC", "LAG", "SILENT", "DISK"]);
     for member in &status.members {
         t.add_row(vec![
             Cell::new(member.id),
@@ -338,10 +340,46 @@ pub fn cluster(status: &ClusterStatus) -> String {
             Cell::new(&member.http_address),
             Cell::new(&member.rpc_address),
             Cell::new(member.lag.map_or_else(|| "-".to_owned(), |lag| lag.to_string())),
+            silence_cell(member.silent_ms),
             Cell::new(&member.disk_id),
         ]);
     }
     text + "\n" + &render(t)
+}
+
+/// A second is nothing: it is many heartbeats, but a busy machine is late now and then.
+fn silence_cell(silent_ms: Option<u64>) -> Cell {
+    match silent_ms {
+        None => Cell::new("-"),
+        Some(ms) if ms < 1000 => Cell::new(format!("{ms} ms")),
+        Some(ms) => Cell::new(format!("{} s", ms / 1000)).fg(Color::Red),
+    }
+}
+
+/// `cluster snapshot status`, and the end of `save`.
+pub fn backup(info: &BackupInfo) -> String {
+    format!(
+        "cluster   {}\ntaken     {} by master {} ({})\nlog       index {}, term {}\njobs      {} ({} not ended)\n\
+         models    {}\nnodes     {}\nversion   {}\nepoch     {}\nmasters   {}\n",
+        info.cluster_id,
+        info.taken_at,
+        info.taken_by,
+        info.software,
+        info.index,
+        info.term,
+        info.jobs,
+        info.live_jobs,
+        info.models,
+        info.nodes,
+        info.cluster_version,
+        info.recovery_epoch,
+        info.members.join(", "),
+    )
+}
+
+/// The end of every change of the masters.
+pub fn membership(answer: &MembershipAnswer) -> String {
+    format!("{}\n\n{}", answer.detail, cluster(&answer.cluster))
 }
 
 #[cfg(test)]

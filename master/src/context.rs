@@ -27,8 +27,8 @@ use tokio_util::{sync::CancellationToken, task::TaskTracker};
 /// Requests served at once, probes excepted: beyond it callers get 429 rather than a growing queue.
 pub const MAX_REQUESTS: usize = 1024;
 /// Long polls waiting at once: each costs a task and some tens of KiB with its connection and no room for a body, so
-/// there may be more of them. With the requests they fit into the connections that the HTTP port takes.
-pub const MAX_LONG_POLLS: usize = 12_288;
+/// there may be more of them; those of all masters meet at the leader. With the requests they fit into the connections that the HTTP port takes.
+pub const MAX_LONG_POLLS: usize = 16_384;
 
 /// Longest time for what is under way at a stop.
 const STOP_TIME: Duration = Duration::from_secs(10);

@@ -1,9 +1,9 @@
-//! `mooncake_master`: reads its configuration and runs.
+//! `mooncake_master`: reads its configuration and runs; or works on a data folder, if the first argument says so.
 
 use std::process::ExitCode;
 
 use mooncake_master::config::{Config, ConfigError, LogFormat};
-use mooncake_master::server;
+use mooncake_master::{offline, server};
 use tracing_subscriber::EnvFilter;
 
 /// openraft tells of every failed heartbeat, twenty a second, and calls requests that meet a stop errors; what matters
@@ -11,7 +11,11 @@ use tracing_subscriber::EnvFilter;
 const DEFAULT_FILTER: &str = "info,openraft=error,openraft::raft::raft_inner=off";
 
 fn main() -> ExitCode {
-    let config = match Config::load(std::env::args_os()) {
+    let arguments: Vec<_> = std::env::args_os().collect();
+    if offline::is_command(&arguments) {
+        return offline::run(arguments);
+    }
+    let config = match Config::load(arguments) {
         Ok(config) => config,
         // Help and version go to stdout and are no failure; clap knows which is which.
         Err(ConfigError::Usage(error)) => error.exit(),
@@ -36,13 +40,13 @@ fn main() -> ExitCode {
         Ok(()) => 0,
         Err(error) => {
             tracing::error!("{error}");
-            1
+            error.exit_code()
         }
     };
     // Everything durable was waited for. Threads of the store may still be at work, after a failure or when it was
     // stopped while it opened: `exit` would run RocksDB's destructors under them, and now and then die of a signal.
     // SAFETY: `_exit` only ends the process; standard error, where the log goes, is not buffered.
-    unsafe { libc::_exit(code) }
+    unsafe { libc::_exit(code.into()) }
 }
 
 /// Every long poll keeps a socket open, and one more where it is passed on: take as many files as the system allows.

@@ -2,7 +2,8 @@
 //!
 //! Guaranteed: nothing is served before it is known who this master is; a stop signal makes it not ready, hands
 //! leadership over, finishes what is under way and then stops; a second signal, a storage failure, or a disk that the cluster
-//! does not want ends the process at once with an error.
+//! does not want ends the process at once with an error; a master that is removed from its cluster finishes what is
+//! under way, says so and ends.
 
 use std::io;
 use std::net::{SocketAddr, TcpListener};
@@ -30,9 +31,25 @@ pub enum RunError {
     /// The cluster does not want this disk.
     #[error(transparent)]
     Bootstrap(#[from] BootstrapError),
+    /// This master is no member any more.
+    #[error("{0}. It has stopped; its data folder is kept and not used again")]
+    Removed(Arc<str>),
     /// At run time.
     #[error("{0}")]
     Failed(Arc<str>),
+}
+
+impl RunError {
+    /// 1: a supervisor may start the process again. 3: that would change nothing, a person has to act. (2 is wrong
+    /// usage.)
+    pub const fn exit_code(&self) -> u8 {
+        match self {
+            Self::Removed(_) | Self::Start(StartError::Removed(_)) => 3,
+            Self::Bootstrap(BootstrapError::Raft(_) | BootstrapError::Stopped) => 1,
+            Self::Bootstrap(_) => 3,
+            _ => 1,
+        }
+    }
 }
 
 /// Runs the master until a signal or a failure.
@@ -92,6 +109,7 @@ async fn start(config: Config) -> Result<Running, RunError> {
         timers: config.timers,
         snapshot_every: config.snapshot_every,
         snapshot_keep: config.snapshot_keep,
+        address: own.clone(),
         initial_cluster,
         bootstrap: config.bootstrap,
     };
@@ -120,8 +138,14 @@ async fn start(config: Config) -> Result<Running, RunError> {
 impl Running {
     async fn run_until_stopped(mut self, mut signals: Signals) -> Result<(), RunError> {
         let handle = self.consensus.handle();
+        let removed = self.consensus.removed();
         let name = tokio::select! {
             name = signals.next() => name,
+            reason = removed => {
+                tracing::error!("{reason}: stopping");
+                self.stop(&handle).await?;
+                return Err(RunError::Removed(reason));
+            }
             reason = handle.failed() => return Err(RunError::Failed(reason)),
             reason = self.serving.failed() => return Err(RunError::Failed(reason)),
             error = self.consensus.bootstrap_failed() => return Err(RunError::Bootstrap(error)),

@@ -538,7 +538,7 @@ async fn the_binary_elects_hands_over_and_comes_back() {
     masters.get_mut(&leader).unwrap().end().await;
     std::fs::remove_dir_all(folder.path().join(format!("m{leader}"))).unwrap();
     let mut wiped = Binary::start(&setup, leader, &[]);
-    assert_eq!(wiped.end().await.code(), Some(1));
+    assert_eq!(wiped.end().await.code(), Some(3));
     assert!(
         wiped.said("must come back as a new id"),
         "{:#?}",

@@ -1,5 +1,6 @@
 //! The contracts of Mooncake distribution: what processes say to each other and to callers.
 //!
+//! - [`backup`]: the file of a backup of the masters.
 //! - [`manifest`]: one model version: its JSON form, its validation, its canonical encoding, and the
 //!   arithmetic of chunks and blocks.
 //! - [`api`]: the HTTP JSON types, error documents included.
@@ -11,6 +12,7 @@
 //! Nothing here does I/O, except for `hello` and `http`, which read and write the streams they are given.
 
 pub mod api;
+pub mod backup;
 pub mod codec;
 pub mod digest;
 #[cfg(feature = "net")]

@@ -66,6 +66,24 @@ pub enum OpenError {
         /// The newest known one.
         known: u64,
     },
+    /// Offline work on it was cut off.
+    #[error("data folder {}: {what} was begun here and not finished. {advice}", path.display())]
+    Unfinished {
+        /// The folder.
+        path: PathBuf,
+        /// Which command.
+        what: String,
+        /// What to do.
+        advice: &'static str,
+    },
+    /// Offline work was asked of a folder that is not fit for it.
+    #[error("data folder {}: {detail}. Nothing was changed", path.display())]
+    Unfit {
+        /// The folder.
+        path: PathBuf,
+        /// Why, and what to do.
+        detail: String,
+    },
     /// RocksDB failed in another way.
     #[error("data folder {}: {what}: {detail}. Check the disk (free space, `dmesg`) and start again", path.display())]
     Database {

@@ -51,6 +51,38 @@ pub(crate) fn load(
     cluster_id: &str,
     node_id: NodeId,
 ) -> Result<(Identity, Meta), OpenError> {
+    let (found, meta) = read(database)?;
+    let Some(found) = found else {
+        let identity = Identity {
+            cluster_id: cluster_id.to_owned(),
+            node_id,
+            disk_id: new_disk_id(),
+        };
+        create(database, &identity)?;
+        return Ok((identity, meta));
+    };
+    let foreign = |what, found: &dyn std::fmt::Display, wanted: &dyn std::fmt::Display| OpenError::Foreign {
+        path: database.path().to_owned(),
+        what,
+        found: found.to_string(),
+        wanted: wanted.to_string(),
+    };
+    if found.cluster_id != cluster_id {
+        return Err(foreign("cluster id", &found.cluster_id, &cluster_id));
+    }
+    if found.node_id != node_id {
+        return Err(foreign("node id", &found.node_id, &node_id));
+    }
+    Ok((found, meta))
+}
+
+/// A random one: no two disks ever share it.
+pub(crate) fn new_disk_id() -> String {
+    uuid::Uuid::new_v4().to_string()
+}
+
+/// Reads and checks every record. No identity: a fresh disk.
+pub(crate) fn read(database: &Database) -> Result<(Option<Identity>, Meta), OpenError> {
     let path = database.path();
     let mut meta = Meta::default();
     let (mut format, mut found_cluster, mut found_node, mut disk_id) = (None, None, None, None);
@@ -104,27 +136,13 @@ pub(crate) fn load(
         });
     }
     match (format, found_cluster, found_node, disk_id) {
-        (Some(_), Some(found_cluster), Some(found_node), Some(disk_id)) => {
-            let foreign = |what, found: String, wanted: String| OpenError::Foreign {
-                path: path.to_owned(),
-                what,
-                found,
-                wanted,
+        (Some(_), Some(cluster_id), Some(node_id), Some(disk_id)) => {
+            let identity = Identity {
+                cluster_id,
+                node_id,
+                disk_id,
             };
-            if found_cluster != cluster_id {
-                return Err(foreign("cluster id", found_cluster, cluster_id.to_owned()));
-            }
-            if found_node != node_id {
-                return Err(foreign("node id", found_node.to_string(), node_id.to_string()));
-            }
-            Ok((
-                Identity {
-                    cluster_id: found_cluster,
-                    node_id,
-                    disk_id,
-                },
-                meta,
-            ))
+            Ok((Some(identity), meta))
         }
         (None, None, None, None) => {
             let log_empty = database
@@ -143,13 +161,7 @@ pub(crate) fn load(
                         .into(),
                 });
             }
-            let identity = Identity {
-                cluster_id: cluster_id.to_owned(),
-                node_id,
-                disk_id: uuid::Uuid::new_v4().to_string(),
-            };
-            create(database, &identity)?;
-            Ok((identity, meta))
+            Ok((None, meta))
         }
         _ => Err(OpenError::Damaged {
             path: path.to_owned(),
@@ -160,7 +172,7 @@ pub(crate) fn load(
     }
 }
 
-fn create(database: &Database, identity: &Identity) -> Result<(), OpenError> {
+pub(crate) fn create(database: &Database, identity: &Identity) -> Result<(), OpenError> {
     let mut batch = WriteBatch::default();
     put(database, &mut batch, FORMAT, &FORMAT_VERSION.to_le_bytes());
     put(database, &mut batch, CLUSTER_ID, identity.cluster_id.as_bytes());
@@ -188,6 +200,11 @@ pub(crate) fn database_damaged(database: &Database, what: &'static str, error: &
 
 fn put(database: &Database, batch: &mut WriteBatch, key: &str, payload: &[u8]) {
     batch.put_cf(database.meta(), key, frame::seal(key.as_bytes(), payload));
+}
+
+/// Only for a disk that no process runs on: whoever knew the old id refuses this disk from then on, and is refused.
+pub(crate) fn put_disk_id(database: &Database, batch: &mut WriteBatch, disk_id: &str) {
+    put(database, batch, DISK_ID, disk_id.as_bytes());
 }
 
 pub(crate) fn put_vote(database: &Database, batch: &mut WriteBatch, vote: &Vote) {

@@ -11,6 +11,7 @@ use crate::error::{Fatal, OpenError};
 use crate::log_store::{Log, LogStore};
 use crate::machine::StateMachine;
 use crate::meta::{self, Identity};
+use crate::offline;
 use crate::records;
 use crate::snapshot::Snapshots;
 use crate::snapshot_file::SnapshotReceiver;
@@ -19,7 +20,7 @@ use crate::tail::Tail;
 use crate::types::{LogId, NodeId};
 use crate::writer::Writer;
 
-const SNAPSHOT_FOLDER: &str = "snapshots";
+pub(crate) const SNAPSHOT_FOLDER: &str = "snapshots";
 
 /// Who opens the folder.
 #[derive(Clone, Debug)]
@@ -65,6 +66,7 @@ impl Store {
     }
 
     pub(crate) fn open_with(path: &Path, options: OpenOptions, drop_sync: bool) -> Result<Self, OpenError> {
+        offline::check_finished(path)?;
         let (database, created) = Database::open(path, drop_sync)?;
         let snapshot_folder = path.join(SNAPSHOT_FOLDER);
         if created && has_snapshots(&snapshot_folder) {
@@ -198,7 +200,7 @@ fn has_snapshots(folder: &Path) -> bool {
 }
 
 /// The parts must fit together: nothing between the snapshot and the log may be missing.
-fn check_whole(
+pub(crate) fn check_whole(
     path: &Path,
     purged: Option<LogId>,
     last: Option<LogId>,

@@ -5,7 +5,10 @@ use super::{
     dialer::Ended,
     pump::{Facts, pump},
 };
-use crate::executor::{Executor, Order, OrderError};
+use crate::{
+    executor::{Executor, Order, OrderError},
+    store::EpochError,
+};
 use futures_util::Stream;
 use mooncake_proto::{
     MAX_SESSION_FRAME_BYTES,
@@ -160,6 +163,24 @@ pub(super) async fn run(
             }
         },
     };
+    let (store, epoch) = (fixed.facts.store.clone(), welcome.recovery_epoch);
+    match ask(&fixed.fence_turn, FACTS_TIMEOUT, move || store.enter_epoch(epoch)).await {
+        Some(Ok(())) => {}
+        Some(Err(why @ EpochError::Old { .. })) => {
+            return LinkEnd::Ended(Ended::Refused, why.to_string());
+        }
+        Some(Err(why)) => {
+            return unreachable(format!(
+                "this node cannot note its master's recovery epoch: {why}"
+            ));
+        }
+        None => {
+            return unreachable(format!(
+                "this node's own store did not note its master's recovery epoch within {} s: is its disk stuck?",
+                FACTS_TIMEOUT.as_secs()
+            ));
+        }
+    }
     registered(&welcome);
     let interval = match welcome.heartbeat_interval_ms {
         0 => DEFAULT_HEARTBEAT_INTERVAL,

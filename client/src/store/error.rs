@@ -249,3 +249,22 @@ pub enum FenceError {
     #[error(transparent)]
     Store(#[from] StoreError),
 }
+
+/// Why a master of some recovery epoch is not listened to.
+#[derive(Debug, thiserror::Error)]
+pub enum EpochError {
+    /// A master of a later one was listened to before.
+    #[error(
+        "its masters are of the recovery epoch {given}, but this node belongs to the epoch {highest} already: the masters \
+         were restored or recovered since, and this one is left over from before. Stop it and delete its data folder"
+    )]
+    Old {
+        /// Of the master.
+        given: u64,
+        /// On disk.
+        highest: u64,
+    },
+    /// It could not be made durable.
+    #[error(transparent)]
+    Store(#[from] StoreError),
+}

@@ -1,8 +1,9 @@
-//! The highest fence obeyed per artifact, on disk before an order is followed.
+//! The highest fence obeyed per artifact, on disk before an order is followed; and the highest recovery epoch of any
+//! master that this node had a session with, below which nothing is obeyed.
 
 use super::{
     durable::{self, ANY_POINTS, Kind},
-    error::{FenceError, StoreError},
+    error::{EpochError, FenceError, StoreError},
     types::Fence,
 };
 use mooncake_proto::{codec, ids::ModelRef};
@@ -81,12 +82,53 @@ impl Fences {
         self.known.lock().of(model).unwrap_or_default()
     }
 
+    /// See [`Store::enter_epoch`](super::Store::enter_epoch).
+    pub(crate) fn enter_epoch(&self, epoch: u64) -> Result<(), EpochError> {
+        let _writing = self.writing.lock();
+        let content = {
+            let known = self.known.lock();
+            let highest = known.highest.recovery_epoch;
+            if epoch < highest {
+                return Err(EpochError::Old {
+                    given: epoch,
+                    highest,
+                });
+            }
+            if epoch == highest {
+                return Ok(());
+            }
+            let highest = Fence {
+                recovery_epoch: epoch,
+                attempt: 0,
+            };
+            Content {
+                highest,
+                clock: known.clock,
+                entries: known
+                    .entries
+                    .iter()
+                    .map(|(m, (f, at))| (m.clone(), *f, *at))
+                    .collect(),
+            }
+        };
+        durable::write(&self.path, KIND, &codec::encode(ENCODING, &content)).map_err(EpochError::Store)?;
+        self.known.lock().highest = content.highest;
+        Ok(())
+    }
+
     /// See [`Store::obey`](super::Store::obey). What could not be written is not obeyed: the order may be sent
     /// again and is then written again.
     pub(crate) fn obey(&self, model: &ModelRef, fence: Fence) -> Result<(), FenceError> {
         let _writing = self.writing.lock();
         let (content, forgotten) = {
             let known = self.known.lock();
+            if fence.recovery_epoch < known.highest.recovery_epoch {
+                return Err(FenceError::Stale {
+                    model: Box::new(model.clone()),
+                    given: fence,
+                    highest: known.highest,
+                });
+            }
             match known.of(model) {
                 Some(highest) if fence < highest => {
                     return Err(FenceError::Stale {
@@ -184,6 +226,34 @@ mod tests {
         assert_eq!(fences.highest(), fence(1, 0));
         assert_eq!(fences.of(&model(2)), fence(0, 1));
         assert_eq!(fences.of(&model(3)), Fence::default());
+    }
+
+    #[test]
+    fn an_old_life_of_the_masters_is_over_for_good() {
+        let dir = tempfile::tempdir().unwrap();
+        let path = dir.path().join("fences");
+        let fences = Fences::open(path.clone()).unwrap();
+        fences.enter_epoch(0).unwrap();
+        fences.obey(&model(1), fence(0, 5)).unwrap();
+        fences.enter_epoch(7).unwrap();
+        fences.enter_epoch(7).unwrap();
+        // Before any order of the new life, and after a restart.
+        let fences = Fences::open(path).unwrap();
+        assert!(matches!(
+            fences.enter_epoch(6),
+            Err(EpochError::Old { given: 6, highest: 7 })
+        ));
+        for (number, attempt) in [(1, 9), (2, 1)] {
+            let order = fences.obey(&model(number), fence(6, attempt));
+            assert!(matches!(order, Err(FenceError::Stale { .. })), "model {number}");
+        }
+        assert_eq!(
+            fences.of(&model(1)),
+            fence(0, 5),
+            "what was obeyed is not forgotten"
+        );
+        fences.obey(&model(1), fence(7, 6)).unwrap();
+        assert_eq!(fences.highest(), fence(7, 6));
     }
 
     #[test]

@@ -54,7 +54,7 @@ pub use artifact::Artifact;
 #[cfg(feature = "failpoints")]
 pub use crash::kill_at;
 pub use crash::{BEGIN_FAILPOINTS, FLUSH_FAILPOINTS, PUBLISH_FAILPOINTS};
-pub use error::{FenceError, PublishError, StoreError, WriteError};
+pub use error::{EpochError, FenceError, PublishError, StoreError, WriteError};
 pub use rescan::Rehash;
 pub use types::{
     ArtifactState, FLUSH_INTERVAL, Fence, Holding, NewArtifact, ObjectRange, STAGING_MAX_AGE, StoreConfig,
@@ -180,6 +180,12 @@ impl Store {
     /// The highest fence ever obeyed, over all artifacts.
     pub fn highest_fence(&self) -> Fence {
         self.inner.fences.highest()
+    }
+
+    /// Takes the recovery epoch of a master that this node has a session with: durable when it returns. From then on
+    /// masters and orders of a lower one are refused. Blocking.
+    pub fn enter_epoch(&self, epoch: u64) -> Result<(), EpochError> {
+        self.inner.fences.enter_epoch(epoch)
     }
 
     /// Takes an order's fence: durable when it returns; the same again is fine, a lower one is refused.

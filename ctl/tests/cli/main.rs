@@ -1,5 +1,6 @@
 //! The real binary against fake masters on loopback.
 
+mod cluster;
 mod fake;
 
 use fake::{Fake, Request, nobody, ok, problem, refuse};
@@ -627,6 +628,7 @@ async fn nodes_models_and_cluster() {
                 disk_id: "d1".into(),
                 role: "leader".into(),
                 lag: Some(0),
+                silent_ms: None,
             }],
             state_digest: None,
         }),

@@ -6,7 +6,7 @@ use std::sync::Arc;
 use std::time::{Duration, Instant};
 
 use mooncake_proto::MAX_COMMAND_BYTES;
-use mooncake_raft_store::{Command as RawCommand, NodeId, TypeConfig};
+use mooncake_raft_store::{Command as RawCommand, NodeId, SnapshotMeta, TypeConfig};
 use mooncake_state::{Command, Reply, State};
 use openraft::Instant as _;
 use openraft::async_runtime::watch::WatchReceiver as _;
@@ -15,6 +15,7 @@ use parking_lot::{MappedRwLockReadGuard, RwLockReadGuard};
 use tokio::sync::{Semaphore, broadcast, oneshot, watch};
 
 use super::machine::{Change, decode_reply};
+use super::peers::Peers;
 use super::read_index::Reads;
 use super::service::Shared;
 use super::{Identity, Leadership, Master, MasterRaft, StateReader};
@@ -52,6 +53,9 @@ pub(crate) struct Inner {
     pub(crate) failed: watch::Receiver<Option<Arc<str>>>,
     pub(crate) changes: broadcast::Sender<Change>,
     pub(crate) election_timeout: Duration,
+    pub(crate) peers: Arc<Peers>,
+    /// Held while the membership is changed.
+    pub(crate) changing: Arc<tokio::sync::Mutex<()>>,
 }
 
 /// The answer to a proposal: committed by a quorum and applied here.
@@ -327,6 +331,16 @@ impl Handle {
             state: RwLockReadGuard::map(applied, |applied| applied.machine.state()),
             applied_index,
         }
+    }
+
+    /// A copy of the state with what a snapshot says of itself, all of one log index.
+    pub(crate) fn copy_state(&self) -> (SnapshotMeta, State) {
+        let applied = self.inner.reader.read();
+        let meta = SnapshotMeta {
+            last_log_id: applied.last_applied,
+            last_membership: applied.membership.clone(),
+        };
+        (meta, applied.machine.state().clone())
     }
 
     /// The applied index, to wait on.

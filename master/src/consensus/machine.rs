@@ -1,7 +1,8 @@
 //! The pure [`State`] behind the Raft store's [`StateMachine`].
 //!
 //! Guaranteed: every master applies the same commands in the same order and nothing else. An entry that this
-//! program cannot decode ends the process: skipping it would make its state differ from the others'.
+//! program cannot decode ends the process: skipping it would make its state differ from the others'. So does a cluster
+//! version above what this program supports.
 
 use std::sync::Arc;
 
@@ -10,6 +11,8 @@ use mooncake_proto::ids::JobId;
 use mooncake_raft_store::{LogId, StateMachine};
 use mooncake_state::{Command, Reply, State};
 use tokio::sync::broadcast;
+
+use super::version;
 
 /// Version byte of a reply. It never leaves the process that applied the entry.
 const REPLY_VERSION: u8 = 1;
@@ -68,6 +71,9 @@ impl StateMachine for Machine {
             ),
         };
         let applied = self.state.apply(index, &command);
+        if let Err(why) = version::check(self.state.cluster_version()) {
+            panic!("log entry {log_id}: {why}");
+        }
         tracing::trace!(index, command = command.name(), reply = ?applied.reply, "applied");
         if !applied.jobs.is_empty() {
             // Nobody listening is fine.
@@ -83,7 +89,9 @@ impl StateMachine for Machine {
     }
 
     fn restore(&mut self, snapshot: &[u8]) -> Result<(), String> {
-        self.state = State::decode_snapshot(snapshot).map_err(|error| error.to_string())?;
+        let state = State::decode_snapshot(snapshot).map_err(|error| error.to_string())?;
+        version::check(state.cluster_version())?;
+        self.state = state;
         let _ = self.changes.send(Change::Everything);
         Ok(())
     }

@@ -18,10 +18,14 @@ mod handle;
 mod inbound;
 mod leadership;
 mod machine;
+mod membership;
 mod network;
 mod peers;
 mod read_index;
+mod removal;
 mod service;
+mod upkeep;
+mod version;
 mod wire;
 
 use std::collections::BTreeMap;
@@ -50,7 +54,10 @@ pub use handle::{
 };
 pub use leadership::Leadership;
 pub use machine::{Change, Machine};
+pub use membership::{ChangeError, Changed};
 pub use mooncake_raft_store::Identity;
+pub(crate) use removal::check_note as check_removal_note;
+pub(crate) use version::check as check_version;
 
 use crate::config::MemberAddress;
 use peers::Peers;
@@ -129,6 +136,8 @@ pub struct Options {
     pub snapshot_every: u64,
     /// Entries kept behind a snapshot, so that a follower that was away for a moment needs no snapshot.
     pub snapshot_keep: u64,
+    /// Where this master is reached, as it would be taken down by a cluster that adds it.
+    pub address: MemberAddress,
     /// The members of a new cluster, this one included.
     pub initial_cluster: BTreeMap<NodeId, MemberAddress>,
     /// Make a new cluster if this disk is empty.
@@ -144,6 +153,9 @@ pub enum StartError {
     /// The flags.
     #[error("{0}")]
     Config(String),
+    /// This master was removed from its cluster.
+    #[error("{0}")]
+    Removed(String),
     /// The operating system.
     #[error("{what}: {error}")]
     Io {
@@ -163,6 +175,7 @@ pub struct Consensus {
     store: Option<Store>,
     stop_serving: watch::Sender<bool>,
     bootstrap: Option<tokio::task::JoinHandle<Result<(), BootstrapError>>>,
+    removed: watch::Receiver<Option<Arc<str>>>,
     runtime: RaftRuntime,
 }
 
@@ -204,6 +217,7 @@ impl Consensus {
             store,
             stop_serving,
             bootstrap,
+            removed,
             sessions,
         } = started;
         Ok((
@@ -212,6 +226,7 @@ impl Consensus {
                 store: Some(store),
                 stop_serving,
                 bootstrap,
+                removed,
                 runtime,
             },
             sessions,
@@ -236,6 +251,21 @@ impl Consensus {
             }
         }
         std::future::pending().await
+    }
+
+    /// Waits until this master is removed from its cluster, and gives the reason. Never returns while it is not.
+    pub fn removed(&self) -> impl Future<Output = Arc<str>> + use<> {
+        let mut removed = self.removed.clone();
+        async move {
+            match removed
+                .wait_for(Option::is_some)
+                .await
+                .map(|reason| reason.clone())
+            {
+                Ok(Some(reason)) => reason,
+                _ => std::future::pending().await,
+            }
+        }
     }
 
     /// Stops Raft and closes the store. Hand leadership over first ([`Handle::transfer_leader`]).
@@ -280,6 +310,7 @@ struct Started {
     store: Store,
     stop_serving: watch::Sender<bool>,
     bootstrap: Option<tokio::task::JoinHandle<Result<(), BootstrapError>>>,
+    removed: watch::Receiver<Option<Arc<str>>>,
     sessions: Sessions,
 }
 
@@ -328,6 +359,7 @@ async fn start_on_runtime(
         cluster_id: options.cluster_id.clone(),
         node_id: options.node_id,
     };
+    removal::check_note(&options.data_dir).map_err(StartError::Removed)?;
     let data_dir = options.data_dir.clone();
     let (machine, changes) = Machine::new();
     let (store, state_machine) = tokio::task::spawn_blocking(move || -> Result<_, OpenError> {
@@ -373,6 +405,7 @@ async fn start_on_runtime(
     };
     let shared = Arc::new(service::Shared {
         identity,
+        address: options.address.clone(),
         initial_cluster: options.initial_cluster.iter().map(list).collect(),
         bootstrapping: watch::Sender::new(options.bootstrap && pristine),
         leader_heard: Mutex::default(),
@@ -414,8 +447,12 @@ async fn start_on_runtime(
             failed: watch_failure(store.fatal(), watches.stopped),
             changes,
             election_timeout: Duration::from_millis(options.timers.election_max_ms),
+            peers: Arc::clone(&peers),
+            changing: Arc::default(),
         }),
     };
+    tokio::spawn(upkeep::run(handle.clone()));
+    let removed = removal::watch(handle.clone(), options.data_dir.clone());
     let bootstrap = match (options.bootstrap, pristine) {
         (true, true) => Some(tokio::spawn(async move {
             bootstrap::run(&raft, &peers, &shared, &options.initial_cluster).await
@@ -434,7 +471,8 @@ async fn start_on_runtime(
         }
         (false, true) => {
             tracing::info!(
-                "this data folder is empty: waiting to be added to a cluster (to make a new one, start all masters with --bootstrap)"
+                "this data folder is empty: waiting to be added to a cluster (`mooncakectl cluster add`; to make a new one, start \
+                 all masters with --bootstrap)"
             );
             None
         }
@@ -445,6 +483,7 @@ async fn start_on_runtime(
         store,
         stop_serving,
         bootstrap,
+        removed,
         sessions,
     })
 }

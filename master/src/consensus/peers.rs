@@ -110,6 +110,17 @@ impl Peers {
             .max_encoding_message_size(MAX_MESSAGE_BYTES)
     }
 
+    /// Asks whoever answers at an address who it is, on a connection of its own: nothing is noted about it, and it may
+    /// be nobody that is known.
+    pub(crate) async fn ask(&self, address: &str, timeout: Duration) -> Result<pb::ProbeResponse, String> {
+        let mut client = RaftClient::new(hello::channel(address, Arc::clone(&self.hello), Purpose::Raft));
+        match tokio::time::timeout(timeout, client.probe(pb::ProbeRequest::default())).await {
+            Ok(Ok(response)) => Ok(response.into_inner()),
+            Ok(Err(status)) => Err(describe(&status).0),
+            Err(_) => Err(format!("no answer within {} s", timeout.as_secs())),
+        }
+    }
+
     /// Notes that a call was answered.
     pub(crate) fn succeeded(&self, target: NodeId, lane: Lane) {
         if let Some(connection) = self.connections.lock().get_mut(&(target, lane)) {

@@ -19,6 +19,7 @@ use tonic::{Request, Response, Status, Streaming};
 
 use super::early_election::Watchman;
 use super::{Identity, MasterRaft, StateReader, wire};
+use crate::config::MemberAddress;
 
 /// Snapshots received at once: one from the leader, one that a deposed leader has not given up yet.
 const MAX_INCOMING_SNAPSHOTS: usize = 2;
@@ -28,6 +29,8 @@ const FRAME_TIMEOUT: Duration = Duration::from_secs(10);
 /// What the service and the rest of the process share.
 pub(crate) struct Shared {
     pub(crate) identity: Identity,
+    /// Where this master is reached, as its own flags say.
+    pub(crate) address: MemberAddress,
     /// What `--initial-cluster` says, for comparison at bootstrap.
     pub(crate) initial_cluster: Vec<pb::Node>,
     /// Ready to be a member of a new cluster: started with `--bootstrap` on an empty disk.
@@ -351,6 +354,16 @@ impl raft_server::Raft for Service {
             applied_index,
             state_digest,
             bootstrapping: *self.shared.bootstrapping.borrow(),
+            rpc_address: self.shared.address.rpc.clone(),
+            http_address: self.shared.address.http.clone(),
+            supported_cluster_version: super::version::supported(),
+            membership_index: metrics
+                .membership_config
+                .log_id()
+                .as_ref()
+                .map_or(0, |id| id.index()),
+            // What is applied is committed; what is not yet may be too, and is told a moment later.
+            committed_index: metrics.last_applied.as_ref().map_or(0, |id| id.index()),
         }))
     }
 }

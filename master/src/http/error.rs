@@ -72,8 +72,13 @@ impl ApiError {
     }
 
     pub fn outcome_unknown(why: &str) -> Self {
-        let detail =
-            format!("{why}; ask for the job by its id, or repeat the same request: it is idempotent");
+        Self::outcome_unknown_with(format!(
+            "{why}; ask for the job by its id, or repeat the same request: it is idempotent"
+        ))
+    }
+
+    /// With the whole text, where it is not about a job.
+    pub fn outcome_unknown_with(detail: String) -> Self {
         Self {
             elsewhere: Some(Elsewhere { maybe_done: true }),
             ..Self::new(ProblemCode::OutcomeUnknown, detail)

@@ -5,7 +5,8 @@
 //! - One hop: a request that was passed on is never passed on again.
 //! - A request is repeated only if nothing was done, or if repeating it is harmless. Reads are; so are all
 //!   writes of this API, because a create always has its job id (made here, if the caller gave none, before
-//!   the request leaves) and a second cancel is the first one's answer.
+//!   the request leaves), a second cancel is the first one's answer, and a change of the membership or of
+//!   leadership that finds its wish fulfilled does nothing.
 //! - While there is no leader a request is held for at most one election ([`crate::context::Options::hold`]).
 //!   Then: 503 `no_leader` if nothing can have happened, 504 `outcome_unknown` with the job id if it may have. So
 //!   too if a write was lost and its repeat is answered that nothing was done: that is true of the repeat only.
@@ -78,6 +79,16 @@ pub(super) enum Kind {
     Create,
     /// Cancels a job.
     Cancel,
+    /// Changes who the masters are, or who leads: a small body; repeating it changes nothing more.
+    Membership,
+    /// A read whose answer is too large to be held: it is passed on as it comes.
+    Download,
+}
+
+impl Kind {
+    fn is_read(self) -> bool {
+        matches!(self, Self::Read | Self::Download)
+    }
 }
 
 /// What the first master prepared for the handler; an extension of the request.
@@ -166,11 +177,11 @@ async fn dispatch(
     let prepared = prepare(ctx, kind, &parts, body).await?;
     parts.extensions.insert(prepared.clone());
     let params = Params::parse(parts.uri.query())?;
-    if kind != Kind::Read {
+    if !kind.is_read() {
         params.none()?;
     }
     let consistency = params.consistency()?;
-    if let (Kind::Read, Consistency::Stale { min_index }) = (kind, consistency) {
+    if let (true, Consistency::Stale { min_index }) = (kind.is_read(), consistency) {
         wait_applied(ctx, min_index).await?;
         parts.extensions.insert(consistency);
         return Ok(next.run(Request::from_parts(parts, Body::empty())).await);
@@ -222,7 +233,7 @@ async fn dispatch(
                         }
                     }
                 }
-                Err(ReadError::Overloaded) if kind != Kind::Read && maybe_done => {
+                Err(ReadError::Overloaded) if !kind.is_read() && maybe_done => {
                     return Err(given_up(kind, maybe_done, &last, &prepared, &parts));
                 }
                 Err(ReadError::Overloaded) => {
@@ -236,7 +247,7 @@ async fn dispatch(
                 let began = Instant::now();
                 asked = true;
                 let sent = tokio::select! {
-                    sent = ctx.forwarder.send(ctx, &address, &parts, uri, &prepared, deadline) => sent,
+                    sent = ctx.forwarder.send(ctx, kind, &address, &parts, uri, &prepared, deadline) => sent,
                     // It died or was cut off: do not wait for it.
                     () = leader_changed(&mut watch, &view) => Sent::Lost(format!("the leader changed while {address} served it")),
                     () = ctx.stopping.cancelled(), if wait.is_some() => {
@@ -311,7 +322,12 @@ async fn prepare(ctx: &MasterContext, kind: Kind, parts: &Parts, body: Body) -> 
     }
     let body = match kind {
         Kind::Create => ctx.bodies.read(&parts.headers, body, MAX_BODY_BYTES).await?,
-        Kind::Read | Kind::Cancel => {
+        Kind::Membership => {
+            ctx.bodies
+                .read(&parts.headers, body, MAX_EMPTY_BODY_BYTES)
+                .await?
+        }
+        Kind::Read | Kind::Cancel | Kind::Download => {
             ctx.bodies
                 .skip(&parts.headers, body, MAX_EMPTY_BODY_BYTES)
                 .await?;
@@ -363,15 +379,20 @@ fn hides_outcome(kind: Kind, maybe_done: bool, status: StatusCode) -> bool {
         status,
         StatusCode::TOO_MANY_REQUESTS | StatusCode::SERVICE_UNAVAILABLE
     );
-    kind != Kind::Read && maybe_done && nothing_done
+    !kind.is_read() && maybe_done && nothing_done
 }
 
 fn given_up(kind: Kind, maybe_done: bool, last: &str, prepared: &Prepared, parts: &Parts) -> ApiError {
-    if kind == Kind::Read || !maybe_done {
+    if kind.is_read() || !maybe_done {
         return ApiError::new(
             ProblemCode::NoLeader,
             format!("{last}; nothing was done, repeat the request"),
         );
+    }
+    if kind == Kind::Membership {
+        return ApiError::outcome_unknown_with(format!(
+            "{last}; look at the cluster's status, or repeat the request: one that finds its wish fulfilled changes nothing"
+        ));
     }
     let job = match kind {
         Kind::Create => Some(
@@ -417,9 +438,14 @@ fn is_hop_by_hop(name: &HeaderName) -> bool {
 }
 
 impl Forwarder {
+    #[allow(
+        clippy::too_many_arguments,
+        reason = "what one hop needs, each from another place"
+    )]
     async fn send(
         &self,
         ctx: &MasterContext,
+        kind: Kind,
         address: &str,
         parts: &Parts,
         uri: Uri,
@@ -460,6 +486,11 @@ impl Forwarder {
                 }
             };
             let (head, body) = response.into_parts();
+            if kind == Kind::Download && head.status.is_success() {
+                let mut answer = Response::new(Body::new(body));
+                copy_headers(&head.headers, answer.headers_mut());
+                return Sent::Answer(answer);
+            }
             let body = match Limited::new(body, MAX_ANSWER_BYTES).collect().await {
                 Ok(body) => body.to_bytes(),
                 Err(e) => return Sent::Lost(format!("the answer of the leader at {address} broke off: {e}")),
@@ -581,6 +612,8 @@ mod tests {
     fn an_answer_that_nothing_was_done_hides_nothing() {
         for (kind, maybe_done, status, hides) in [
             (Kind::Create, true, 429, true),
+            (Kind::Membership, true, 503, true),
+            (Kind::Download, true, 503, false),
             (Kind::Cancel, true, 503, true),
             (Kind::Create, true, 201, false),
             (Kind::Create, true, 409, false),

@@ -8,7 +8,7 @@ use tokio_util::sync::CancellationToken;
 
 const LIMITS: Limits = Limits {
     // More than requests and long polls, since callers keep idle ones.
-    connections: 16_384,
+    connections: 20_480,
     // Idle connections stay for longer than the 60 s of common load balancers, who should be the ones to close.
     head: Duration::from_secs(75),
     // No caller that is there takes nothing of an answer for so long.

@@ -6,6 +6,7 @@
 //! Not guaranteed: authentication (this port has none in this version); that a live byte count never goes back.
 
 pub(crate) mod body;
+mod cluster;
 mod create;
 mod error;
 pub(crate) mod forward;
@@ -63,6 +64,30 @@ fn routes(ctx: &Arc<MasterContext>) -> Router<Arc<MasterContext>> {
         .route("/api/v1/models", led(ctx, Kind::Read, get(read::models)))
         .route("/api/v1/objects", led(ctx, Kind::Read, get(read::objects)))
         .route("/api/v1/cluster", get(read::cluster))
+        .route(
+            "/api/v1/cluster/members",
+            led(ctx, Kind::Read, get(cluster::members)),
+        )
+        .route(
+            "/api/v1/cluster/add",
+            led(ctx, Kind::Membership, post(cluster::add)),
+        )
+        .route(
+            "/api/v1/cluster/promote",
+            led(ctx, Kind::Membership, post(cluster::promote)),
+        )
+        .route(
+            "/api/v1/cluster/remove",
+            led(ctx, Kind::Membership, post(cluster::remove)),
+        )
+        .route(
+            "/api/v1/cluster/transfer",
+            led(ctx, Kind::Membership, post(cluster::transfer)),
+        )
+        .route(
+            "/api/v1/cluster/snapshot",
+            led(ctx, Kind::Download, get(cluster::snapshot)),
+        )
         .route("/livez", get(probes::livez))
         .route("/readyz", get(probes::readyz))
         .route("/leaderz", get(probes::leaderz))
@@ -237,6 +262,7 @@ mod tests {
             },
             snapshot_every: 10_000,
             snapshot_keep: 1_000,
+            address: own.clone(),
             initial_cluster: [(1, own)].into(),
             bootstrap: true,
         };

@@ -194,7 +194,7 @@ pub(super) async fn cluster(State(ctx): State<Arc<MasterContext>>, uri: Uri) -> 
     Ok(json_at(status.applied_index, &status))
 }
 
-fn cluster_status(ctx: &MasterContext, with_digest: bool) -> ClusterStatus {
+pub(super) fn cluster_status(ctx: &MasterContext, with_digest: bool) -> ClusterStatus {
     let cluster = ctx.consensus.cluster();
     let (applied_index, cluster_version, recovery_epoch, state) = {
         let read = ctx.consensus.state();
@@ -220,6 +220,7 @@ fn cluster_status(ctx: &MasterContext, with_digest: bool) -> ClusterStatus {
         }
         .to_owned(),
         lag: member.lag,
+        silent_ms: member.silent.map(|silent| silent.as_millis() as u64),
     });
     ClusterStatus {
         cluster_id: ctx.options.cluster_id.clone(),

@@ -230,6 +230,7 @@ impl Opening {
         if !leadership.is_serving {
             return Err(NoSession::Redirect);
         }
+        self.check_epoch(node, register)?;
         self.ctx.begin(leadership.term);
         let give_up = Instant::now() + TAKE_OVER_WAIT;
         let taken = || {
@@ -292,20 +293,26 @@ impl Opening {
             facts.lost(node, number, Instant::now());
             return Err(refused("invalid_register", why));
         }
-        self.check_fence(node, register);
         Ok((number, leadership, incarnation))
     }
 
-    /// A node that obeyed a later epoch than the log knows: the masters were set back.
-    fn check_fence(&self, node: &NodeId, register: &pb::Register) {
+    /// A node that listened to masters of a later epoch than the log knows: these here are left over from before a
+    /// restore or a recovery, and must not lead it.
+    fn check_epoch(&self, node: &NodeId, register: &pb::Register) -> Result<(), NoSession> {
         let highest: Fence = register.highest_fence.unwrap_or_default().into();
         let epoch = self.ctx.consensus.state().recovery_epoch();
-        if highest.recovery_epoch > epoch {
-            tracing::error!(%node, node_epoch = highest.recovery_epoch, epoch,
-                "this node obeyed a later recovery epoch than the log has, so it refuses every order: these masters hold an \
-                 older state than ones that led it before. If those are the right ones, start them instead; else restore \
-                 these from a backup again, which raises the epoch");
+        if highest.recovery_epoch <= epoch {
+            return Ok(());
         }
+        Err(refused(
+            "old_recovery_epoch",
+            format!(
+                "node {node} belongs to the recovery epoch {}, this master's cluster has {epoch}: it is left over from before \
+                 a restore or a recovery. Stop these masters and delete their data folders; or, if they are the right \
+                 ones, restore them with --recovery-epoch above {}",
+                highest.recovery_epoch, highest.recovery_epoch
+            ),
+        ))
     }
 
     /// The incarnation under which the node is registered in the log.

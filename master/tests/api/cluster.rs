@@ -138,6 +138,7 @@ impl TestCluster {
         for (id, (rpc_listener, rpc), (http_listener, http)) in ports {
             let dir = tempfile::tempdir()?;
             let consensus_options = ConsensusOptions {
+                address: initial_cluster[&id].clone(),
                 cluster_id: "api-tests".into(),
                 node_id: id,
                 data_dir: dir.path().to_owned(),

@@ -188,6 +188,7 @@ impl Setup {
             timers: CALM,
             snapshot_every: self.snapshot_every,
             snapshot_keep: self.snapshot_keep,
+            address: self.members[&id].clone(),
             initial_cluster: self.members.clone(),
             bootstrap: true,
         }

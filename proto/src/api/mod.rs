@@ -1,9 +1,11 @@
 //! The HTTP JSON types. Field names and lower-case states are the RFC's; what it does not name stands beside.
 
+mod cluster;
 mod problem;
 mod request;
 mod views;
 
+pub use cluster::{AddMember, ClusterStatus, MemberId, MemberView, MembershipAnswer, TransferLeadership};
 pub use problem::{Problem, ProblemCode};
 pub use request::{
     ArtifactSpec, ChunkLayout, CreateJobRequest, FileSpec, JobPolicy, ManifestSpec, ModelSpec, ReplicaPolicy,

@@ -37,6 +37,18 @@ pub enum ProblemCode {
     ArtifactConflict,
     /// The job has ended: it cannot be canceled.
     JobTerminal,
+    /// No such master in this cluster.
+    MemberNotFound,
+    /// The master cannot be a member as asked: another disk under its id, data of its own, a wrong address.
+    MemberConflict,
+    /// The master does not answer, so nothing is known about it.
+    MemberUnreachable,
+    /// The master is too far behind the log to vote, or to lead.
+    MemberBehind,
+    /// The change would leave too few living voters: writes would stop.
+    QuorumAtRisk,
+    /// Another change of the membership is under way: one at a time.
+    ChangeInProgress,
     /// Too much at once: try again after `Retry-After`.
     Overloaded,
     /// No leader yet: nothing was done; try again after `Retry-After`.
@@ -62,9 +74,17 @@ impl ProblemCode {
             | Self::JobNotFound
             | Self::ObjectNotFound
             | Self::NodeNotFound
-            | Self::ModelNotFound => 404,
+            | Self::ModelNotFound
+            | Self::MemberNotFound => 404,
             Self::MethodNotAllowed => 405,
-            Self::JobConflict | Self::ArtifactConflict | Self::JobTerminal => 409,
+            Self::JobConflict
+            | Self::ArtifactConflict
+            | Self::JobTerminal
+            | Self::MemberConflict
+            | Self::MemberUnreachable
+            | Self::MemberBehind
+            | Self::QuorumAtRisk
+            | Self::ChangeInProgress => 409,
             Self::BodyTimeout => 408,
             Self::BodyTooLarge => 413,
             Self::UnsupportedMediaType => 415,
@@ -93,6 +113,12 @@ impl ProblemCode {
             Self::JobConflict => "The job id is taken by another request",
             Self::ArtifactConflict => "The model version has other content",
             Self::JobTerminal => "The job has already ended",
+            Self::MemberNotFound => "There is no such master in this cluster",
+            Self::MemberConflict => "The master cannot be a member like this",
+            Self::MemberUnreachable => "The master does not answer",
+            Self::MemberBehind => "The master is too far behind",
+            Self::QuorumAtRisk => "Too few voters would be left alive",
+            Self::ChangeInProgress => "Another membership change is under way",
             Self::Overloaded => "The cluster is overloaded",
             Self::NoLeader => "The cluster has no leader at the moment",
             Self::NotLeader => "This master does not lead",

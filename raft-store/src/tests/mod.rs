@@ -3,6 +3,7 @@
 mod crash;
 mod damage;
 mod identity;
+mod offline;
 mod raft;
 mod snapshots;
 mod suite;
