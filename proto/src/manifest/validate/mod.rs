@@ -159,12 +159,14 @@ impl Validator {
         let manifest = manifest.and_then(|m| self.manifest(m, model.flatten()));
         let seed = self.required(request.seed_node_id, "/seed_node_id");
         let seed = seed.and_then(|s| self.node(&s, "/seed_node_id"));
+        let given = request.target_nodes.as_ref().map_or(0, Vec::len);
         let targets = self.targets(request.target_nodes);
 
         let mut target_replica_count = targets.as_ref().map_or(0, |t| t.len() as u64);
         if let (Some(want), Some(targets)) = (
             request.replica_policy.and_then(|p| p.target_replica_count),
-            targets.as_ref(),
+            // Where an id is no id, nobody knows how many nodes were meant.
+            targets.as_ref().filter(|targets| targets.len() == given),
         ) {
             let pointer = "/replica_policy/target_replica_count";
             let named = targets.iter().chain(seed.as_ref()).collect::<BTreeSet<_>>().len() as u64;
