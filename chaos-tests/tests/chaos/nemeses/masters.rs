@@ -171,7 +171,7 @@ async fn a_wiped_master_is_refused_under_its_old_id() -> Result<()> {
     assert!(!bed.cluster.data_dirs[wiped].exists());
     fault.heal(&mut bed).await?;
     let status = bed.cluster.masters[wiped].wait_exit(LONG).await?;
-    assert_eq!(status.code(), Some(1));
+    assert_eq!(status.code(), Some(3), "a supervisor must not start it again");
     bed.cluster.masters[wiped]
         .wait_log("must come back as a new id", LONG)
         .await?;
