@@ -54,15 +54,20 @@ async fn lived_in(path: &Path) -> String {
     disk
 }
 
-fn assert_new_life(path: &Path, index: u64, disk_id: &str) {
+async fn assert_new_life(path: &Path, index: u64, disk_id: &str) {
     let store = open(path);
     assert_eq!(store.identity().disk_id, disk_id);
     let machine = store.state_machine(Chain::default()).unwrap();
-    let reader = machine.reader();
-    let applied = reader.read();
-    assert_eq!(applied.last_applied, Some(log_id(RECOVERED_TERM, index)));
-    assert_eq!(applied.machine.count, index);
-    assert_eq!(applied.membership.get_node(&1), Some(&node(disk_id)));
+    {
+        let reader = machine.reader();
+        let applied = reader.read();
+        assert_eq!(applied.last_applied, Some(log_id(RECOVERED_TERM, index)));
+        assert_eq!(applied.machine.count, index);
+        assert_eq!(applied.membership.get_node(&1), Some(&node(disk_id)));
+    }
+    drop(machine);
+    // Its writer holds the database's lock until it has ended.
+    store.close().await.unwrap();
 }
 
 #[tokio::test]
@@ -96,7 +101,7 @@ async fn a_recovered_folder_begins_a_new_life_behind_its_whole_log() {
         identity.disk_id, old_disk,
         "whoever knew the old disk refuses this one"
     );
-    assert_new_life(folder.path(), 21, &identity.disk_id);
+    assert_new_life(folder.path(), 21, &identity.disk_id).await;
     // And again, should it be needed.
     let again = Offline::open(folder.path()).unwrap();
     assert_eq!(again.last_log_id(), Some(log_id(RECOVERED_TERM, 21)));
@@ -130,7 +135,7 @@ async fn a_recovery_cut_off_at_any_step_is_refused_until_it_is_repeated() {
         let identity = offline
             .begin_new_life(|identity| new_life(next, &identity.disk_id))
             .unwrap();
-        assert_new_life(folder.path(), next, &identity.disk_id);
+        assert_new_life(folder.path(), next, &identity.disk_id).await;
     }
 }
 
@@ -157,7 +162,7 @@ async fn a_restore_makes_a_folder_and_never_writes_over_one() {
     let folder = tempfile::tempdir().unwrap();
     let path = folder.path().join("new");
     create_folder(&path, "test-cluster", 1, "disk", &new_life(5, "disk")).unwrap();
-    assert_new_life(&path, 5, "disk");
+    assert_new_life(&path, 5, "disk").await;
     let again = create_folder(&path, "test-cluster", 1, "disk", &new_life(5, "disk"));
     assert!(
         again
