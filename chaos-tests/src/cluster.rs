@@ -140,6 +140,11 @@ impl Drop for Cluster {
 /// would only disturb each other's timers.
 static ONE_AT_A_TIME: Semaphore = Semaphore::const_new(1);
 
+/// Lets this program have so many clusters at once from now on. For programs that compare them; call it once.
+pub fn allow_side_by_side(clusters: usize) {
+    ONE_AT_A_TIME.add_permits(clusters.saturating_sub(1));
+}
+
 impl Cluster {
     /// Starts everything and waits until every master is ready and every node is up. One cluster at a time
     /// exists per test program: starting a second one before dropping the first waits for ever.

@@ -237,6 +237,52 @@ impl Drop for Process {
     }
 }
 
+/// What a testbed runs.
+const PRODUCT: [&str; 3] = ["mooncake_master", "mooncake_client", "mooncakectl"];
+
+/// Makes sure that the product's binaries are beside this program and up to date: `cargo run` builds only the package
+/// it runs. Under cargo they are built now, in this program's profile; otherwise they must be there. Programs call this
+/// first, tests are built together with them.
+pub fn build_product() -> Result<()> {
+    let folder = binary_path("")?;
+    let (cargo, manifest) = (std::env::var_os("CARGO"), std::env::var_os("CARGO_MANIFEST_DIR"));
+    if let (Some(cargo), Some(manifest)) = (cargo, manifest) {
+        let mut command = Command::new(cargo);
+        // The whole workspace selected, so that dependencies have the features that every other build gives them.
+        command.args(["build", "--quiet", "--workspace"]);
+        for binary in PRODUCT {
+            command.args(["--bin", binary]);
+        }
+        if folder.ends_with("release") {
+            command.arg("--release");
+        }
+        if let Some(target) = folder.parent() {
+            command.arg("--target-dir").arg(target);
+        }
+        // Whatever cargo says goes where it can be seen without mixing with this program's output.
+        let status = command
+            .current_dir(manifest)
+            .stdin(Stdio::null())
+            .stdout(std::io::stderr())
+            .status()
+            .with_context(|| format!("cannot run {command:?}"))?;
+        ensure!(
+            status.success(),
+            "the product's binaries could not be built, {status}: see above; the command was {command:?}"
+        );
+    }
+    for binary in PRODUCT {
+        let path = folder.join(binary);
+        ensure!(
+            path.exists(),
+            "{} is missing: this program runs the product's binaries from its own folder; build them with `cargo build \
+             --workspace --bins` in the same profile, or start this program with `cargo run`",
+            path.display()
+        );
+    }
+    Ok(())
+}
+
 /// The binary from the target folder this test was built into.
 pub fn binary_path(name: &str) -> Result<PathBuf> {
     let exe = std::env::current_exe()?;

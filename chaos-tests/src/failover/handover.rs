@@ -16,15 +16,21 @@ use tokio::{
 pub enum HandOver {
     /// SIGTERM of the leader, which is started again when it has ended.
     Stop,
+    /// A request to the leader, which stays and follows.
+    Transfer,
     /// Each master in turn is stopped and started again, the leader where it is.
     Rolling,
 }
 
 impl HandOver {
+    /// All of them.
+    pub const ALL: [Self; 3] = [Self::Stop, Self::Transfer, Self::Rolling];
+
     /// As the table says it.
     pub fn name(self) -> &'static str {
         match self {
             Self::Stop => "leader stopped",
+            Self::Transfer => "transfer",
             Self::Rolling => "rolling restart",
         }
     }
@@ -99,14 +105,19 @@ pub async fn hand_over(
             .await
             .context("the masters do not settle")??;
         let member = match how {
-            HandOver::Stop => leader,
+            HandOver::Stop | HandOver::Transfer => leader,
             HandOver::Rolling => number % subject.masters(),
         };
         tokio::time::sleep(Duration::from_secs(1)).await;
         moving.store(true, std::sync::atomic::Ordering::Relaxed);
-        subject.stop(member).await?;
-        moving.store(false, std::sync::atomic::Ordering::Relaxed);
-        subject.start_again(member)?;
+        if how == HandOver::Transfer {
+            subject.transfer(member).await?;
+            moving.store(false, std::sync::atomic::Ordering::Relaxed);
+        } else {
+            subject.stop(member).await?;
+            moving.store(false, std::sync::atomic::Ordering::Relaxed);
+            subject.start_again(member)?;
+        }
         progress();
     }
     tokio::time::timeout(GIVE_UP, subject.settled())

@@ -6,8 +6,9 @@ use crate::{
     testbed::{BalancerKind, Testbed, master_host},
 };
 use anyhow::{Context, Result, ensure};
+use futures_util::{FutureExt, future::BoxFuture};
 use reqwest::StatusCode;
-use serde_json::Value;
+use serde_json::{Value, json};
 use std::{pin::Pin, time::Duration};
 
 const JOB: Duration = Duration::from_secs(60);
@@ -81,6 +82,20 @@ impl Mooncake {
         self.bed.cluster.masters[master].start()
     }
 
+    /// Leadership away from this master, by request through the load balancer.
+    pub async fn transfer(&self, master: usize) -> Result<()> {
+        let url = format!("{}/api/v1/cluster/transfer", self.bed.url());
+        let wish = json!({ "from": master + 1 });
+        let answer = self.http().post(url).json(&wish).send().await?;
+        let status = answer.status();
+        ensure!(
+            status.is_success(),
+            "the transfer was answered with {status}: {}",
+            answer.text().await?
+        );
+        Ok(())
+    }
+
     /// HTTP base URL of each master.
     pub fn endpoints(&self) -> Vec<String> {
         self.bed.cluster.endpoints.clone()
@@ -130,17 +145,20 @@ impl Subject for Mooncake {
         self.series += 1;
     }
 
-    async fn settled(&mut self) -> Result<(usize, u64)> {
-        self.bed.cluster.wait_ready().await?;
-        let leader = self.bed.cluster.leader().await?;
-        let url = format!("{}/leaderz", self.bed.cluster.endpoints[leader]);
-        let answer = self.bed.cluster.http.get(url).send().await?;
-        Ok((leader, term(&answer)?))
+    fn settled(&mut self) -> BoxFuture<'_, Result<(usize, u64)>> {
+        async {
+            self.bed.cluster.wait_ready().await?;
+            let leader = self.bed.cluster.leader().await?;
+            let url = format!("{}/leaderz", self.bed.cluster.endpoints[leader]);
+            let answer = self.bed.cluster.http.get(url).send().await?;
+            Ok((leader, term(&answer)?))
+        }
+        .boxed()
     }
 
-    fn write(&self, number: u64) -> impl Future<Output = Result<u64>> + Send + 'static {
+    fn write(&self, number: u64) -> BoxFuture<'static, Result<u64>> {
         let write = self.writer()(number);
-        async move { term(&created(write.await?)?) }
+        async move { term(&created(write.await?)?) }.boxed()
     }
 
     fn inject(&mut self, member: usize, fault: Fault) -> Result<()> {

@@ -27,6 +27,16 @@ const RUNS: u16 = 512;
 /// Runs of this process that are not removed yet.
 static LIVE: Mutex<BTreeMap<u16, PathBuf>> = Mutex::new(BTreeMap::new());
 
+/// What a program still wants to do when a signal ends it.
+type LastWords = Box<dyn FnOnce() + Send>;
+static LAST_WORDS: Mutex<Option<LastWords>> = Mutex::new(None);
+
+/// SIGINT and SIGTERM do this before they remove this process's runs and end it: print what was measured so far. It
+/// must not wait for other threads. Replaces an earlier one.
+pub fn before_removal(words: impl FnOnce() + Send + 'static) {
+    *LAST_WORDS.lock() = Some(Box::new(words));
+}
+
 /// A number and a folder that nobody else has.
 #[derive(Debug)]
 pub struct Run {
@@ -258,6 +268,9 @@ fn wait_for_signal() {
     let Some(code) = code else {
         return eprintln!("testbed: signals will not remove the run: no handler could be set");
     };
+    if let Some(words) = LAST_WORDS.lock().take() {
+        words();
+    }
     // Held to the end: nobody begins or drops a run any more.
     let mut live = LIVE.lock();
     for (number, dir) in std::mem::take(&mut *live) {

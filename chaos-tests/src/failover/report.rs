@@ -1,0 +1,343 @@
+//! What a run measured, as a table for people and as lines of JSON for programs, complete at every moment.
+
+use super::{Cost, Fault, HandOver, percentile};
+use comfy_table::{Cell, CellAlignment, Table, presets};
+use serde_json::{Value, json};
+use std::{
+    fs::File,
+    io::Write,
+    time::{Duration, Instant, SystemTime, UNIX_EPOCH},
+};
+
+/// See the module docs.
+#[derive(Debug)]
+pub struct Report {
+    began: Instant,
+    load_before: f64,
+    interval: Duration,
+    /// What was asked for: faults of each kind per cluster.
+    planned: Vec<(Fault, usize)>,
+    clusters: Vec<Cluster>,
+    costs: Vec<(HandOver, Cost)>,
+    /// Every sample as it comes, if wanted.
+    samples: Option<File>,
+}
+
+#[derive(Debug, Default)]
+struct Cluster {
+    name: String,
+    rows: Vec<Row>,
+    /// Elections while no fault was under way.
+    at_rest: u64,
+    error: Option<String>,
+}
+
+#[derive(Debug)]
+struct Row {
+    fault: Fault,
+    samples: Vec<Duration>,
+    /// Terms beyond the one that a fault needs, until the first acknowledgement.
+    more_terms: u64,
+    /// Terms from there until the lost leader was back.
+    on_return: u64,
+}
+
+impl Report {
+    /// Nothing yet. Samples are appended to the file as lines of JSON.
+    pub fn new(planned: &[(Fault, usize)], interval: Duration, samples: Option<File>) -> Self {
+        Self {
+            began: Instant::now(),
+            load_before: load_average(),
+            interval,
+            planned: planned.iter().copied().filter(|(_, count)| *count > 0).collect(),
+            clusters: Vec::new(),
+            costs: Vec::new(),
+            samples,
+        }
+    }
+
+    pub(super) fn add_cluster(&mut self, name: &str) {
+        let row = |(fault, _): &(Fault, usize)| Row {
+            fault: *fault,
+            samples: Vec::new(),
+            more_terms: 0,
+            on_return: 0,
+        };
+        self.clusters.push(Cluster {
+            name: name.to_owned(),
+            rows: self.planned.iter().map(row).collect(),
+            ..Cluster::default()
+        });
+    }
+
+    fn cluster(&mut self, name: &str) -> Option<&mut Cluster> {
+        self.clusters.iter_mut().find(|c| c.name == name)
+    }
+
+    pub(super) fn at_rest(&mut self, name: &str, terms: u64) {
+        if let Some(cluster) = self.cluster(name) {
+            cluster.at_rest += terms;
+        }
+    }
+
+    pub(super) fn out(&mut self, name: &str, error: String) {
+        if let Some(cluster) = self.cluster(name) {
+            cluster.error = Some(error);
+        }
+    }
+
+    pub(super) fn sample(
+        &mut self,
+        name: &str,
+        fault: Fault,
+        took: Duration,
+        more_terms: u64,
+        on_return: u64,
+    ) {
+        let Some(row) = self
+            .cluster(name)
+            .and_then(|c| c.rows.iter_mut().find(|r| r.fault == fault))
+        else {
+            return;
+        };
+        row.samples.push(took);
+        row.more_terms += more_terms;
+        row.on_return += on_return;
+        let line = json!({
+            "cluster": name,
+            "fault": fault.name(),
+            "ms": ms(took),
+            "more_terms": more_terms,
+            "terms_on_return": on_return,
+            "unix_s": SystemTime::now().duration_since(UNIX_EPOCH).unwrap_or_default().as_secs(),
+        });
+        if let Some(file) = &mut self.samples
+            && let Err(error) = writeln!(file, "{line}")
+        {
+            eprintln!("warning: samples are not written to the file any more: {error}");
+            self.samples = None;
+        }
+    }
+
+    /// Of Mooncake.
+    pub fn cost(&mut self, how: HandOver, cost: Cost) {
+        self.costs.push((how, cost));
+    }
+
+    /// The errors of clusters that fell out.
+    pub fn errors(&self) -> Vec<String> {
+        self.clusters.iter().filter_map(|c| c.error.clone()).collect()
+    }
+
+    /// For people.
+    pub fn text(&self) -> String {
+        let mut text = String::new();
+        if !self.planned.is_empty() {
+            text += &format!("{}\n", self.lost_table());
+            text += &format!(
+                "Milliseconds from the fault to the first acknowledged write that was sent after it, in a higher term. \
+                 Faults of one cluster at least {} s apart.\n\
+                 more terms: terms beyond one per fault (split votes); on return: elections that the healed member \
+                 caused; at rest: elections without any fault.\n",
+                self.interval.as_secs_f64()
+            );
+        }
+        if !self.costs.is_empty() {
+            text += &format!("{}\n", self.costs_table());
+        }
+        text += &format!(
+            "{} cores; load average {:.2} before, {:.2} after; the run took {} s.\n",
+            cores(),
+            self.load_before,
+            load_average(),
+            self.began.elapsed().as_secs()
+        );
+        for error in self.errors() {
+            text += &format!("OUT OF THE RUN: {error}\n");
+        }
+        text
+    }
+
+    /// For programs: one object per row and line.
+    pub fn json_lines(&self) -> Vec<Value> {
+        let mut lines = vec![json!({
+            "kind": "run",
+            "cores": cores(),
+            "load_average_before": self.load_before,
+            "load_average_after": load_average(),
+            "took_s": self.began.elapsed().as_secs_f64(),
+            "interval_s": self.interval.as_secs_f64(),
+            "errors": self.errors(),
+        })];
+        for (cluster, row, planned) in self.rows() {
+            let sorted = row.sorted();
+            lines.push(json!({
+                "kind": "lost",
+                "cluster": cluster.name,
+                "fault": row.fault.name(),
+                "planned": planned,
+                "times": sorted.len(),
+                "p50_ms": ms(percentile(&sorted, 0.5)),
+                "p99_ms": ms(percentile(&sorted, 0.99)),
+                "max_ms": ms(percentile(&sorted, 1.0)),
+                "more_terms": row.more_terms,
+                "terms_on_return": row.on_return,
+                "elections_at_rest": cluster.at_rest,
+                "samples_ms": row.samples.iter().map(|s| ms(*s)).collect::<Vec<_>>(),
+            }));
+        }
+        for (how, cost) in &self.costs {
+            lines.push(json!({
+                "kind": "planned",
+                "cluster": "mooncake",
+                "hand_over": how.name(),
+                "times": cost.count,
+                "writes": cost.writes,
+                "failed": cost.failed,
+                "p99_during_ms": ms(percentile(&cost.during, 0.99)),
+                "max_during_ms": ms(percentile(&cost.during, 1.0)),
+                "p99_otherwise_ms": ms(percentile(&cost.otherwise, 0.99)),
+            }));
+        }
+        lines
+    }
+
+    fn rows(&self) -> impl Iterator<Item = (&Cluster, &Row, usize)> {
+        // By fault, so that clusters stand side by side.
+        self.planned.iter().flat_map(|(fault, planned)| {
+            self.clusters.iter().flat_map(move |cluster| {
+                let rows = cluster.rows.iter().filter(move |row| row.fault == *fault);
+                rows.map(move |row| (cluster, row, *planned))
+            })
+        })
+    }
+
+    fn lost_table(&self) -> Table {
+        let mut table = table(&[
+            "leader",
+            "cluster",
+            "times",
+            "p50 ms",
+            "p99 ms",
+            "max ms",
+            "more terms",
+            "on return",
+            "at rest",
+        ]);
+        for (cluster, row, planned) in self.rows() {
+            let sorted = row.sorted();
+            let whole = |p| percentile(&sorted, p).as_millis().to_string();
+            let times = match sorted.len() {
+                all if all == planned => all.to_string(),
+                some => format!("{some} of {planned}"),
+            };
+            let numbers = [
+                times,
+                whole(0.5),
+                whole(0.99),
+                whole(1.0),
+                row.more_terms.to_string(),
+                row.on_return.to_string(),
+                cluster.at_rest.to_string(),
+            ];
+            let mut cells = vec![Cell::new(row.fault.name()), Cell::new(&cluster.name)];
+            cells.extend(numbers.map(right));
+            table.add_row(cells);
+        }
+        table
+    }
+
+    fn costs_table(&self) -> Table {
+        let mut table = table(&[
+            "planned, mooncake",
+            "times",
+            "writes",
+            "failed",
+            "p99 ms during",
+            "max ms during",
+            "p99 ms otherwise",
+        ]);
+        for (how, cost) in &self.costs {
+            let whole = |sorted: &[Duration], p| percentile(sorted, p).as_millis().to_string();
+            let numbers = [
+                cost.count.to_string(),
+                cost.writes.to_string(),
+                cost.failed.len().to_string(),
+                whole(&cost.during, 0.99),
+                whole(&cost.during, 1.0),
+                whole(&cost.otherwise, 0.99),
+            ];
+            let mut cells = vec![Cell::new(how.name())];
+            cells.extend(numbers.map(right));
+            table.add_row(cells);
+        }
+        table
+    }
+}
+
+impl Row {
+    fn sorted(&self) -> Vec<Duration> {
+        let mut sorted = self.samples.clone();
+        sorted.sort();
+        sorted
+    }
+}
+
+fn table(header: &[&str]) -> Table {
+    let mut table = Table::new();
+    table.load_style(presets::UTF8_FULL_CONDENSED);
+    table.set_header(header);
+    table
+}
+
+fn right(number: String) -> Cell {
+    Cell::new(number).set_alignment(CellAlignment::Right)
+}
+
+fn ms(at: Duration) -> f64 {
+    at.as_micros() as f64 / 1000.0
+}
+
+fn cores() -> usize {
+    std::thread::available_parallelism().map_or(1, usize::from)
+}
+
+/// Of the last minute; 0 where the kernel does not say.
+fn load_average() -> f64 {
+    let text = std::fs::read_to_string("/proc/loadavg").unwrap_or_default();
+    let first = text.split(' ').next().unwrap_or_default();
+    first.parse().unwrap_or(0.0)
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+
+    #[test]
+    fn a_run_that_is_cut_short_says_so() {
+        let mut report = Report::new(
+            &[(Fault::Kill, 300), (Fault::Freeze, 0)],
+            Duration::from_secs(10),
+            None,
+        );
+        for name in ["a", "b"] {
+            report.add_cluster(name);
+        }
+        for took in [300, 100, 200] {
+            report.sample("a", Fault::Kill, Duration::from_millis(took), 1, 0);
+        }
+        report.at_rest("a", 2);
+        report.out("b", "b does not settle".into());
+        let text = report.text();
+        for wanted in ["3 of 300", "0 of 300", "OUT OF THE RUN: b does not settle"] {
+            assert!(text.contains(wanted), "{wanted}: {text}");
+        }
+        assert!(!text.contains("SIGSTOP"), "{text}");
+        let lines = report.json_lines();
+        assert_eq!(lines.len(), 3);
+        assert_eq!(lines[1]["p50_ms"], 200.0);
+        assert_eq!(lines[1]["more_terms"], 3);
+        assert_eq!(lines[1]["elections_at_rest"], 2);
+        assert_eq!(lines[2]["times"], 0);
+    }
+}
