@@ -6,7 +6,7 @@
 //! - [`process`]: one such process; [`disk`]: one such disk.
 //! - [`source`]: an HTTP source that counts what it served and misbehaves on request.
 //! - [`failover`]: how long writes stop when the leader is lost, beside etcd.
-//! - [`workload`]: callers; [`history`]: what they saw; [`checks`]: what must hold of it.
+//! - [`workload`]: callers; [`history`]: what they saw; [`checks`]: what must hold of it; [`soak`]: all of it for hours.
 //! - [`model`]: model folders and the requests that distribute them.
 //!
 //! The binaries are taken from the target folder that this test was built into; `test.sh` builds them first.
@@ -19,6 +19,7 @@ pub mod history;
 pub mod model;
 pub mod nemesis;
 pub mod process;
+pub mod soak;
 pub mod source;
 pub mod testbed;
 pub mod workload;

@@ -11,7 +11,7 @@ use bytes::Bytes;
 use futures_util::stream;
 use parking_lot::Mutex;
 use std::{
-    collections::HashMap,
+    collections::{BTreeMap, HashMap},
     fs::File,
     io,
     os::unix::fs::FileExt,
@@ -98,6 +98,8 @@ struct Shared {
     free_at: Mutex<Instant>,
     /// Times each byte of each path was served, as ranges.
     served: Mutex<HashMap<String, Vec<(u64, u64)>>>,
+    /// The ranges of requests that were served to their end, by path.
+    whole: Mutex<BTreeMap<String, Vec<(u64, u64)>>>,
     requests: Mutex<u64>,
     /// See [`HttpSource::hold_at`]; `u64::MAX`: no hold.
     hold: watch::Sender<u64>,
@@ -165,6 +167,7 @@ impl HttpSource {
             bytes_per_second: Mutex::new(None),
             free_at: Mutex::new(Instant::now()),
             served: Mutex::default(),
+            whole: Mutex::default(),
             requests: Mutex::new(0),
             hold: watch::Sender::new(u64::MAX),
             begun: Mutex::new(0),
@@ -239,6 +242,11 @@ impl HttpSource {
             .sum()
     }
 
+    /// The ranges of the requests whose last byte was handed to the network, by path. The others were broken off.
+    pub fn whole_requests(&self) -> BTreeMap<String, Vec<(u64, u64)>> {
+        self.shared.whole.lock().clone()
+    }
+
     /// Requests so far.
     pub fn requests(&self) -> u64 {
         *self.shared.requests.lock()
@@ -247,6 +255,7 @@ impl HttpSource {
     /// Forgets the counts (a hold does not).
     pub fn reset_counts(&self) {
         self.shared.served.lock().clear();
+        self.shared.whole.lock().clear();
         *self.shared.requests.lock() = 0;
     }
 }
@@ -398,6 +407,14 @@ fn frames(
             }
             if behaviour == Behaviour::Changed {
                 frame.iter_mut().for_each(|b| *b ^= 0x55);
+            }
+            if at + len == end {
+                shared
+                    .whole
+                    .lock()
+                    .entry(path.clone())
+                    .or_default()
+                    .push((start, end));
             }
             shared.served.lock().entry(path).or_default().push((at, at + len));
             Some((Ok(Bytes::from(frame)), (at + len, body)))

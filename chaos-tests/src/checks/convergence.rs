@@ -3,10 +3,12 @@
 use super::{Evidence, Findings};
 use serde::{Deserialize, Serialize};
 
-/// How a run ended.
+/// How soon all was well again.
 #[derive(Clone, Debug, PartialEq, Eq, Serialize, Deserialize)]
 pub struct Convergence {
-    /// From the last healing until all was well; none: it never was.
+    /// What was healed.
+    pub after: String,
+    /// From the healing until all was well; none: it never was.
     pub took_ms: Option<u64>,
     /// How long it may take.
     pub limit_ms: u64,
@@ -15,17 +17,18 @@ pub struct Convergence {
 }
 
 pub(super) fn check(evidence: &Evidence, findings: &mut Findings) {
-    let Some(end) = &evidence.convergence else { return };
-    match end.took_ms {
-        Some(took) if took <= end.limit_ms => {}
-        Some(took) => findings.add(format!(
-            "it took {took} ms, the limit is {} ms; last was waited for: {}",
-            end.limit_ms, end.waited_for
-        )),
-        None => findings.add(format!(
-            "not within {} ms and not later either: {}",
-            end.limit_ms, end.waited_for
-        )),
+    for one in &evidence.convergence {
+        match one.took_ms {
+            Some(took) if took <= one.limit_ms => {}
+            Some(took) => findings.add(format!(
+                "after {}: it took {took} ms, the limit is {} ms; last was waited for: {}",
+                one.after, one.limit_ms, one.waited_for
+            )),
+            None => findings.add(format!(
+                "after {}: not within {} ms and not later either: {}",
+                one.after, one.limit_ms, one.waited_for
+            )),
+        }
     }
 }
 
@@ -38,7 +41,8 @@ mod tests {
     fn late_and_never_are_noticed() {
         for (took_ms, broken) in [(Some(900), 0), (Some(1001), 1), (None, 1)] {
             let mut run = Run::new();
-            run.evidence.convergence = Some(Convergence {
+            run.evidence.convergence.push(Convergence {
+                after: "kill-leader".into(),
                 took_ms,
                 limit_ms: 1000,
                 waited_for: "node x is suspected".into(),

@@ -2,7 +2,7 @@
 //!
 //! [`check`] goes through [`INVARIANTS`] with all the [`Evidence`] there is. A checker never repairs, guesses or waits:
 //! what it cannot judge it leaves alone, and says so in its module docs. Each one has a unit test with a history that
-//! it accepts and one that it refuses; `tests/chaos/sabotage` shows that they notice a product that was broken on purpose.
+//! it accepts and one that it refuses; `tests/sabotage` shows that they notice a product that was broken on purpose.
 
 pub mod acknowledged;
 pub mod answers;
@@ -140,8 +140,8 @@ pub struct Evidence {
     pub served: Vec<Served>,
     /// The committed log; none: it could not be had (then what depends on it is not judged).
     pub replay: Option<Replay>,
-    /// How it ended.
-    pub convergence: Option<Convergence>,
+    /// How soon all was well, after each healing and at the end.
+    pub convergence: Vec<Convergence>,
 }
 
 impl Evidence {

@@ -37,7 +37,7 @@ mod tests {
 
     #[test]
     fn one_that_changes_the_state_is_noticed() {
-        // The judge on its own: a state machine that does change is in tests/chaos/sabotage.
+        // The judge on its own: a state machine that does change is in tests/sabotage.
         let mut run = Run::new();
         let mut log = Log::new(2);
         log.create("a", 0, &[0, 1]);

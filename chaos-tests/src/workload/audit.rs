@@ -12,11 +12,15 @@ use std::{
     collections::BTreeSet,
     path::{Path, PathBuf},
     sync::Arc,
+    time::{Duration, Instant},
 };
 use tokio::{sync::Semaphore, task::JoinSet};
 
 /// Folders hashed at once: the processes under test want the CPUs too.
 const AT_ONCE: usize = 2;
+/// How long a folder may be unreadable before that is a fault: a nemesis may have taken its disk away meanwhile.
+const UNREADABLE: Duration = Duration::from_secs(60);
+const RETRY: Duration = Duration::from_millis(200);
 
 /// Who looks.
 pub struct Auditor {
@@ -57,7 +61,14 @@ impl Auditor {
         self.looks.lock().spawn(async move {
             let Ok(_turn) = turns.acquire().await else { return };
             let looked = tokio::task::spawn_blocking(move || {
-                let fault = fault(&library, Path::new(&path));
+                let until = Instant::now() + UNREADABLE;
+                let fault = loop {
+                    match fault(&library, Path::new(&path)) {
+                        Err(_) if Instant::now() < until => std::thread::sleep(RETRY),
+                        Err(e) => break Some(format!("it cannot be read: {e:#}")),
+                        Ok(fault) => break fault,
+                    }
+                };
                 history.record(Record::Folder(FolderSeen {
                     at_us: history.now_us(),
                     node,
@@ -81,31 +92,30 @@ impl Auditor {
 }
 
 /// What is wrong with a final folder: `<root>/<provider>/<model_id>/<revision>/<format>`.
-fn fault(library: &Library, path: &Path) -> Option<String> {
+/// An error says that nothing can be said: a folder that is not there, or a disk.
+fn fault(library: &Library, path: &Path) -> Result<Option<String>> {
     let mut names = path.components().rev().skip(2);
     let id: PathBuf = names.next().into_iter().collect();
     let Some(model) = library.model(&id.display().to_string()) else {
-        return Some(format!("it is of no model of this run: {}", id.display()));
+        return Ok(Some(format!("it is of no model of this run: {}", id.display())));
     };
-    match tree(path) {
-        Err(e) => Some(format!("it cannot be read: {e:#}")),
-        Ok(files) if files == model.files => None,
-        Ok(files) => {
-            let differing: Vec<_> = model
-                .files
-                .iter()
-                .filter(|(name, file)| files.get(*name) != Some(file))
-                .map(|(name, _)| name.as_str())
-                .chain(
-                    files
-                        .keys()
-                        .filter(|n| !model.files.contains_key(*n))
-                        .map(String::as_str),
-                )
-                .collect();
-            Some(format!("these files differ: {differing:?}"))
-        }
+    let files = tree(path)?;
+    if files == model.files {
+        return Ok(None);
     }
+    let differing: Vec<_> = model
+        .files
+        .iter()
+        .filter(|(name, file)| files.get(*name) != Some(file))
+        .map(|(name, _)| name.as_str())
+        .chain(
+            files
+                .keys()
+                .filter(|n| !model.files.contains_key(*n))
+                .map(String::as_str),
+        )
+        .collect();
+    Ok(Some(format!("these files differ: {differing:?}")))
 }
 
 #[cfg(test)]

@@ -3,6 +3,7 @@
 mod balancers;
 mod bed;
 mod nemeses;
+mod soak;
 
 use std::time::Duration;
 

@@ -1,0 +1,339 @@
+//! One round.
+
+use super::{
+    report::{RoundReport, summarise},
+    schedule::{self, Means, Step},
+};
+use crate::{
+    checks::{self, Convergence, Elected, Evidence, Replay, Served, downloads::most_covered, log},
+    history::{History, Phase},
+    nemesis::{Injected, Nemesis},
+    testbed::{BalancerKind, Testbed, TestbedOptions},
+    workload::{
+        self, Auditor, Caller, Endpoint, Known, LAST_READER, Library, Observer, Scene, Workload,
+        WorkloadOptions,
+    },
+};
+use anyhow::{Context, Result, anyhow, ensure};
+use mooncake_proto::DEFAULT_CLUSTER_ID;
+use serde_json::json;
+use std::{
+    collections::BTreeMap,
+    fs,
+    path::PathBuf,
+    sync::Arc,
+    time::{Duration, Instant},
+};
+
+/// Models of one round: more than callers ask for, so that there is always one that nobody has.
+const MODELS: usize = 120;
+/// Disk of a master: all of its log of a round, several times over.
+const MASTER_DISK_BYTES: u64 = 1 << 30;
+/// Disk of a client: all models of a round.
+const CLIENT_DISK_BYTES: u64 = 1 << 30;
+/// A cluster that is not well so long after its limit will not be.
+const GIVE_UP_FACTOR: u32 = 4;
+const POLL: Duration = Duration::from_millis(100);
+/// Reads of the last pass at once.
+const LAST_READS_AT_ONCE: usize = 16;
+
+/// One round.
+#[derive(Clone, Debug)]
+pub struct RoundOptions {
+    /// Of the schedule and the workload.
+    pub seed: u64,
+    /// How long faults go on.
+    pub length: Duration,
+    /// Masters.
+    pub masters: usize,
+    /// Clients, at least two.
+    pub clients: usize,
+    /// Wall clocks jump too.
+    pub clocks: bool,
+    /// How soon all must be well after everything is healed.
+    pub converge_within: Duration,
+    /// Gets `history.jsonl`, `schedule.json` and `report.json`.
+    pub out: PathBuf,
+    /// Takes what is going on.
+    pub progress: fn(&str),
+}
+
+/// Runs one round and judges it. An error is a fault of the test (or of the machine), not a violation.
+pub async fn round(options: &RoundOptions) -> Result<RoundReport> {
+    fs::create_dir_all(&options.out)?;
+    let history = Arc::new(History::new(Some(&options.out.join("history.jsonl")))?);
+    let mut bed = Testbed::prepare(TestbedOptions {
+        masters: options.masters,
+        clients: options.clients,
+        master_disk_bytes: Some(MASTER_DISK_BYTES),
+        client_disk_bytes: Some(CLIENT_DISK_BYTES),
+        clocks: options.clocks,
+        master_args: log::KEEP_THE_LOG.map(str::to_owned).to_vec(),
+        ..Default::default()
+    })
+    .await?;
+    let models = tempfile::Builder::new().prefix("mooncake-models-").tempdir()?;
+    let url = bed.serve(models.path()).await?.url.clone();
+    let (folder, seed) = (models.path().to_owned(), options.seed);
+    let library = tokio::task::spawn_blocking(move || Library::create(&folder, &url, MODELS, seed)).await??;
+    bed.cluster.start_all().await?;
+    bed.start_balancer(BalancerKind::HaProxy).await?;
+    let scene = scene(&bed, Arc::new(library))?;
+    let observer = Observer::new(&scene, history.clone())?;
+
+    (options.progress)(&format!("seed {}: running", options.seed));
+    let workload_options = WorkloadOptions {
+        seed: options.seed,
+        ..Default::default()
+    };
+    let workload = Workload::start(&scene, &workload_options, &history)?;
+    let mut convergence = Vec::new();
+    let schedule = faults(options, &mut bed, &history, &mut convergence).await;
+    let stopped = workload.stop().await;
+    let schedule = schedule?;
+    let (known, auditor) = stopped?;
+
+    (options.progress)(&format!(
+        "seed {}: healed, waiting until all is well",
+        options.seed
+    ));
+    convergence.push(converge(options, &mut bed, &observer).await);
+    read_all(&scene, &history, &known, &auditor).await?;
+    observer.look(true).await;
+    let evidence = evidence(&mut bed, &history, convergence).await?;
+    let violations = checks::check(&evidence);
+
+    let report = summarise(
+        options.seed,
+        &evidence,
+        violations,
+        bed.source()?.bytes_served_again(),
+    );
+    fs::write(
+        options.out.join("report.json"),
+        serde_json::to_vec_pretty(&report)?,
+    )?;
+    fs::write(
+        options.out.join("schedule.json"),
+        serde_json::to_vec_pretty(&schedule)?,
+    )?;
+    if report.violations.is_empty() {
+        bed.finish();
+    }
+    Ok(report)
+}
+
+/// What a workload needs to know of a testbed.
+pub fn scene(bed: &Testbed, library: Arc<Library>) -> Result<Scene> {
+    let mut endpoints = vec![Endpoint {
+        name: "lb".into(),
+        url: bed.url().to_owned(),
+    }];
+    for (i, url) in bed.cluster.endpoints.iter().enumerate() {
+        endpoints.push(Endpoint {
+            name: format!("m{}", i + 1),
+            url: url.clone(),
+        });
+    }
+    Ok(Scene {
+        endpoints,
+        rpc_addresses: bed.cluster.rpc_addresses.clone(),
+        secret: Some(fs::read_to_string(bed.dir().join("secret"))?),
+        nodes: bed.cluster.nodes.clone(),
+        library,
+        http: bed.cluster.http.clone(),
+    })
+}
+
+/// Injects and heals, one step after the other, until the time is over; what was done, for `schedule.json`.
+async fn faults(
+    options: &RoundOptions,
+    bed: &mut Testbed,
+    history: &Arc<History>,
+    convergence: &mut Vec<Convergence>,
+) -> Result<Vec<serde_json::Value>> {
+    let until = Instant::now() + options.length;
+    let means = Means {
+        clients: options.clients,
+        clocks: options.clocks,
+    };
+    let mut done = Vec::new();
+    for Step { after, nemeses, hold } in schedule::steps(options.seed, means) {
+        tokio::time::sleep(after).await;
+        if Instant::now() + hold > until {
+            break;
+        }
+        let names: Vec<_> = nemeses.iter().map(Nemesis::name).collect();
+        let mut active: Vec<Injected> = Vec::new();
+        for nemesis in nemeses {
+            let (name, what) = (nemesis.name(), format!("{nemesis:?}"));
+            done.push(
+                json!({"at_us": history.now_us(), "nemesis": what, "hold_ms": hold.as_millis() as u64}),
+            );
+            history.event(&name, Phase::Injected, what);
+            active.push(nemesis.inject(bed).await?);
+            (options.progress)(&format!("seed {}: {name}", options.seed));
+        }
+        tokio::time::sleep(hold).await;
+        for injected in active.into_iter().rev() {
+            let name = injected.nemesis.name();
+            injected.heal(bed).await?;
+            history.event(&name, Phase::Healed, "");
+        }
+        // The next fault is one that a healthy cluster gets.
+        let healed = Instant::now();
+        let ready = bed.cluster.wait_ready().await;
+        let stuck = ready.is_err();
+        convergence.push(Convergence {
+            after: names.join(" and "),
+            took_ms: (!stuck).then_some(healed.elapsed().as_millis() as u64),
+            limit_ms: options.converge_within.as_millis() as u64,
+            waited_for: ready.map_or_else(|e| format!("{e:#}"), |()| "masters ready, nodes up".into()),
+        });
+        if stuck {
+            break;
+        }
+    }
+    Ok(done)
+}
+
+/// Waits until all is well, for longer than allowed, so that "late" and "never" can be told apart.
+async fn converge(options: &RoundOptions, bed: &mut Testbed, observer: &Observer) -> Convergence {
+    let began = Instant::now();
+    let mut waited_for = String::new();
+    let took_ms = loop {
+        match all_well(bed, observer).await {
+            Ok(()) => break Some(began.elapsed().as_millis() as u64),
+            Err(why) => waited_for = format!("{why:#}"),
+        }
+        if began.elapsed() > options.converge_within * GIVE_UP_FACTOR {
+            break None;
+        }
+        tokio::time::sleep(POLL).await;
+    };
+    Convergence {
+        after: "everything".into(),
+        took_ms,
+        limit_ms: options.converge_within.as_millis() as u64,
+        waited_for,
+    }
+}
+
+async fn all_well(bed: &mut Testbed, observer: &Observer) -> Result<()> {
+    let cluster = &mut bed.cluster;
+    for (i, url) in cluster.endpoints.iter().enumerate() {
+        let answer = cluster
+            .http
+            .get(format!("{url}/readyz"))
+            .timeout(POLL * 10)
+            .send()
+            .await;
+        let status = answer.with_context(|| format!("master {}", i + 1))?.status();
+        ensure!(status.is_success(), "master {} is not ready: {status}", i + 1);
+    }
+    let nodes = cluster.get("/api/v1/nodes").await?;
+    for node in nodes["nodes"].as_array().into_iter().flatten() {
+        ensure!(
+            node["status"] == "up",
+            "node {} is {}",
+            node["node_id"],
+            node["status"]
+        );
+    }
+    for status in ["planned", "seeding", "replicating"] {
+        let path = format!("/api/v1/model-distribution/jobs?status={status}&limit=1");
+        let jobs = cluster.get(&path).await?;
+        let job = jobs["jobs"].as_array().and_then(|j| j.first());
+        ensure!(
+            job.is_none(),
+            "job {} is still {status}",
+            job.map(|j| j["job_id"].to_string()).unwrap_or_default()
+        );
+    }
+    let seen = observer.look(true).await;
+    ensure!(
+        seen.len() == cluster.endpoints.len(),
+        "only {} masters answer the observer",
+        seen.len()
+    );
+    ensure!(
+        seen.windows(2)
+            .all(|w| (w[0].applied_index, &w[0].digest) == (w[1].applied_index, &w[1].digest)),
+        "masters have applied different entries: {:?}",
+        seen.iter().map(|s| (s.id, s.applied_index)).collect::<Vec<_>>()
+    );
+    Ok(())
+}
+
+/// Every job once more, linearizable, through the load balancer.
+async fn read_all(
+    scene: &Scene,
+    history: &Arc<History>,
+    known: &Known,
+    auditor: &Arc<Auditor>,
+) -> Result<()> {
+    use futures_util::StreamExt as _;
+    let reader = Caller::new(LAST_READER, scene, history.clone(), auditor.clone());
+    let reads = known.jobs().into_iter().map(|job| {
+        let mut reader = reader.clone();
+        async move { reader.take(0, workload::Step::Read { job, stale: false }).await }
+    });
+    futures_util::stream::iter(reads)
+        .buffer_unordered(LAST_READS_AT_ONCE)
+        .for_each(|_| std::future::ready(()))
+        .await;
+    auditor.settle().await
+}
+
+/// Stops the masters and collects everything.
+async fn evidence(bed: &mut Testbed, history: &History, convergence: Vec<Convergence>) -> Result<Evidence> {
+    let mut evidence = Evidence::of(history.records()?);
+    evidence.convergence = convergence;
+    evidence.served = served(bed, &evidence)?;
+    let mut logs = Vec::new();
+    for (i, master) in bed.cluster.masters.iter_mut().enumerate() {
+        // Not asked politely: what was acknowledged is on the disk.
+        master.kill();
+        let id = i as u64 + 1;
+        evidence
+            .elected
+            .extend(Elected::in_log(id, &master.log()).map_err(|e| anyhow!(e))?);
+        logs.push((
+            id,
+            log::read(&bed.cluster.data_dirs[i], DEFAULT_CLUSTER_ID, id).await?,
+        ));
+    }
+    let committed = evidence.applied_index();
+    let ask = evidence
+        .masters
+        .iter()
+        .filter(|m| m.digest.is_some())
+        .map(|m| m.applied_index)
+        .collect();
+    let replay = tokio::task::spawn_blocking(move || {
+        let (entries, conflicts) = log::merge(logs, committed);
+        let mut replay = Replay::of(&entries, committed, &ask);
+        replay.log_conflicts = conflicts;
+        replay
+    });
+    evidence.replay = Some(replay.await?);
+    Ok(evidence)
+}
+
+fn served(bed: &Testbed, evidence: &Evidence) -> Result<Vec<Served>> {
+    let excused = evidence
+        .events
+        .iter()
+        .filter(|e| e.phase == Phase::Injected && schedule::loses_received_bytes(&e.name))
+        .count() as u64;
+    let whole: BTreeMap<String, Vec<(u64, u64)>> = bed.source()?.whole_requests();
+    Ok(whole
+        .into_iter()
+        .map(|(path, ranges)| Served {
+            model: path.split('/').next().unwrap_or_default().to_owned(),
+            times: most_covered(&ranges),
+            excused,
+            path,
+        })
+        .collect())
+}

@@ -1,0 +1,33 @@
+//! A short soak: one round of what `soak` does for hours.
+
+use anyhow::{Result, ensure};
+use mooncake_chaos::soak::{RoundOptions, round};
+use std::time::Duration;
+
+#[tokio::test(flavor = "multi_thread")]
+async fn a_short_soak_breaks_nothing() -> Result<()> {
+    let out = tempfile::tempdir()?;
+    let report = round(&RoundOptions {
+        seed: 4,
+        length: Duration::from_secs(60),
+        masters: 3,
+        clients: 3,
+        clocks: false,
+        converge_within: Duration::from_secs(30),
+        out: out.path().to_owned(),
+        progress: |what| eprintln!("{what}"),
+    })
+    .await?;
+    if !report.violations.is_empty() {
+        // The history is worth more than a clean disk.
+        let kept = out.keep();
+        let violations: Vec<_> = report.violations.iter().map(ToString::to_string).collect();
+        ensure!(false, "{}\nsee {}", violations.join("\n"), kept.display());
+    }
+    let faults: u64 = report.nemeses.values().map(|n| n.count).sum();
+    ensure!(
+        faults >= 3 && report.acknowledged_writes >= 50 && report.folders >= 10,
+        "too little happened: {report:?}"
+    );
+    Ok(())
+}
