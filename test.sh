@@ -3,16 +3,16 @@
 # tests with real processes. Installs what it needs. Ends with one summary; exits 0 only if all of it passed.
 #
 # Usage: ./test.sh            everything
-#        ./test.sh NAME ...   only the named steps (fmt, clippy, crash, tests, quickstart)
+#        ./test.sh NAME ...   only the named steps (fmt, clippy, crash, sabotage, tests, quickstart)
 set -euo pipefail
 cd "$(dirname "$0")"
 
 only=("$@")
 for name in "$@"; do
     case "$name" in
-    fmt | clippy | crash | tests | quickstart) ;;
+    fmt | clippy | crash | sabotage | tests | quickstart) ;;
     *)
-        echo "test.sh: there is no step '$name'; the steps are fmt, clippy, crash, tests, quickstart" >&2
+        echo "test.sh: there is no step '$name'; the steps are fmt, clippy, crash, sabotage, tests, quickstart" >&2
         exit 2
         ;;
     esac
@@ -49,8 +49,11 @@ step() {
 
 step fmt cargo fmt --check
 step clippy cargo clippy --quiet --workspace --all-targets -- -D warnings
-# First, because it builds the client with failpoints, which the binaries under test must not have.
-step crash cargo test --quiet --workspace --features mooncake-client/failpoints --test store_crash
+# First, because they build the product with failpoints and with switches that break it on purpose, which the binaries
+# under test must not have.
+broken=mooncake-client/failpoints,mooncake-master/sabotage,mooncake-chaos/sabotage
+step crash cargo test --quiet --workspace --features $broken --test store_crash
+step sabotage bash -c "cargo build --quiet --workspace --bins --features $broken && cargo test --quiet --workspace --features $broken --test sabotage"
 step tests bash -c 'cargo build --quiet --workspace --bins && cargo test --workspace --all-targets --no-fail-fast'
 step quickstart scripts/test-quickstart.sh
 

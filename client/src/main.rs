@@ -13,6 +13,9 @@ use tracing_subscriber::{EnvFilter, fmt, prelude::*};
 const EXIT_USAGE: u8 = 2;
 
 fn main() -> ExitCode {
+    // FAILPOINTS in the environment, for tests of whole processes.
+    #[cfg(feature = "failpoints")]
+    let _failpoints = fail::FailScenario::setup();
     let args = Args::read(std::env::args_os()).unwrap_or_else(|e| e.exit());
     let filter = match EnvFilter::try_new(&args.log_level) {
         Ok(filter) => filter,

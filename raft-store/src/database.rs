@@ -17,6 +17,7 @@ use rocksdb::{
 };
 
 use crate::error::OpenError;
+use crate::sabotage;
 
 /// Frozen: names of the column families.
 pub(crate) const CF_LOG: &str = "log";
@@ -37,6 +38,9 @@ const MAX_WAL_BYTES: u64 = 64 * 1024 * 1024;
 /// A log of a few tens of mebibytes has a handful of files; the bound keeps a sick one from eating descriptors.
 const MAX_OPEN_FILES: i32 = 128;
 
+/// The rule of [`sabotage`] that this module breaks.
+pub(crate) const DROP_SYNC: &str = "drop_sync";
+
 /// Key and value.
 pub(crate) type Record = (Box<[u8]>, Box<[u8]>);
 
@@ -49,6 +53,8 @@ pub(crate) struct Database {
     syncs: AtomicU64,
     /// Tests only: leave writes in the process's own buffer and call them synced, which must be found out.
     drop_sync: bool,
+    /// Tests only: write no witness either, which would find it out at the next start.
+    no_witness: bool,
 }
 
 impl Database {
@@ -160,6 +166,7 @@ impl Database {
             writes: AtomicU64::new(0),
             syncs: AtomicU64::new(0),
             drop_sync,
+            no_witness: sabotage::is_broken(DROP_SYNC),
         };
         Ok((database, !has_db))
     }
@@ -195,8 +202,10 @@ impl Database {
             if !self.drop_sync {
                 self.syncs.fetch_add(1, Ordering::Relaxed);
             }
-            self.witness
-                .write_all_at(&encode_witness(self.db.latest_sequence_number()), 0)?;
+            if !self.no_witness {
+                self.witness
+                    .write_all_at(&encode_witness(self.db.latest_sequence_number()), 0)?;
+            }
         }
         Ok(())
     }

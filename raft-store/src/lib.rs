@@ -29,6 +29,7 @@ mod machine;
 mod meta;
 mod offline;
 mod records;
+pub mod sabotage;
 mod snapshot;
 mod snapshot_file;
 mod state_machine;

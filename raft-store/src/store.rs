@@ -6,13 +6,14 @@ use std::thread::JoinHandle;
 
 use parking_lot::Mutex;
 
-use crate::database::Database;
+use crate::database::{DROP_SYNC, Database};
 use crate::error::{Fatal, OpenError};
 use crate::log_store::{Log, LogStore};
 use crate::machine::StateMachine;
 use crate::meta::{self, Identity};
 use crate::offline;
 use crate::records;
+use crate::sabotage;
 use crate::snapshot::Snapshots;
 use crate::snapshot_file::SnapshotReceiver;
 use crate::state_machine::StateMachineStore;
@@ -62,7 +63,7 @@ impl Store {
     /// Refused with a message that says what to do: another cluster's or node's folder, anything damaged or missing,
     /// anything written by a newer program, a folder that another process has open.
     pub fn open(path: impl AsRef<Path>, options: OpenOptions) -> Result<Self, OpenError> {
-        Self::open_with(path.as_ref(), options, false)
+        Self::open_with(path.as_ref(), options, sabotage::is_broken(DROP_SYNC))
     }
 
     pub(crate) fn open_with(path: &Path, options: OpenOptions, drop_sync: bool) -> Result<Self, OpenError> {

@@ -14,7 +14,9 @@ use super::{
     transfer::{AcquireJob, FetchJob, Transfer},
 };
 use crate::{
-    store::{Artifact, ArtifactState, Fence, NewArtifact, PublishError, Rehash, Store, StoreError},
+    store::{
+        Artifact, ArtifactState, Fence, NewArtifact, PublishError, Rehash, Store, StoreError, crash::broken,
+    },
     task::TaskFailure,
     transport::PeerAddress,
 };
@@ -148,7 +150,8 @@ impl Task {
         let artifact = self.begin(order.layout, false).await?;
         let mut last = None;
         for _ in 0..=MAX_REPAIRS {
-            if !matches!(artifact.state(), ArtifactState::Staged { .. }) {
+            let staged = matches!(artifact.state(), ArtifactState::Staged { .. });
+            if !staged && !broken("fetch::skip") {
                 let job = FetchJob {
                     artifact: artifact.clone(),
                     peers: self.peers.clone(),

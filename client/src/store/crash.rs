@@ -1,6 +1,9 @@
 //! Failpoints of the store: named instants at which a test ends the process (or breaks a rule on purpose).
 //! Without the feature `failpoints`, which no release build has, all of this is nothing.
 
+#[cfg(all(feature = "failpoints", not(debug_assertions)))]
+compile_error!("the feature `failpoints` breaks the product on purpose: it exists in debug builds only");
+
 /// Every failpoint of [`Artifact::publish`](super::Artifact::publish), in the order in which they are
 /// passed: one before and one after each system call.
 pub const PUBLISH_FAILPOINTS: &[&str] = &[

@@ -32,7 +32,7 @@
 //! - That a staging folder survives damage of its record: it is then fetched again.
 
 mod artifact;
-mod crash;
+pub(crate) mod crash;
 mod durable;
 mod error;
 mod fences;

@@ -39,9 +39,16 @@ impl Machine {
     /// An empty state, and where its changes are announced.
     pub(crate) fn new() -> (Self, broadcast::Sender<Change>) {
         let (changes, _) = broadcast::channel(CHANGE_QUEUE);
+        let state = State::new();
+        #[cfg(feature = "sabotage")]
+        let state = {
+            let mut state = state;
+            state.break_fence = mooncake_raft_store::sabotage::is_broken("skip_fence");
+            state
+        };
         (
             Self {
-                state: State::new(),
+                state,
                 changes: changes.clone(),
             },
             changes,

@@ -30,6 +30,8 @@ pub(crate) struct Reads {
 impl Reads {
     pub(crate) fn spawn(raft: MasterRaft) -> Self {
         let (queue, mut waiting) = mpsc::channel::<oneshot::Sender<Answer>>(MAX_WAITING);
+        // A test's: answers as if a quorum had been asked.
+        let unasked = mooncake_raft_store::sabotage::is_broken("skip_read_index");
         tokio::spawn(async move {
             let mut batch = Vec::new();
             while waiting.recv_many(&mut batch, MAX_WAITING).await > 0 {
@@ -37,7 +39,7 @@ impl Reads {
                 if batch.is_empty() {
                     continue;
                 }
-                let answer = round(&raft).await;
+                let answer = if unasked { Ok(0) } else { round(&raft).await };
                 for waiter in batch.drain(..) {
                     // A reader that gave up is no longer there.
                     let _ = waiter.send(answer.clone());

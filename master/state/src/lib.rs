@@ -18,6 +18,9 @@
 //! Where things are: [`types`] what the state is made of; [`Command`] and [`Reply`]; [`rules`] the RFC's rules as
 //! one pure function each; [`views`] the API's answers; [`invariants`] what must hold after every command.
 
+#[cfg(all(feature = "sabotage", not(debug_assertions)))]
+compile_error!("the feature `sabotage` breaks the product on purpose: it exists in debug builds only");
+
 mod apply;
 mod bytes;
 mod command;

@@ -22,8 +22,8 @@ pub struct State {
     pub(crate) data: Data,
     pub(crate) index: Index,
     /// Proves the tests: with it on, reports are not fenced and an invariant must notice.
-    #[cfg(test)]
-    pub(crate) break_fence: bool,
+    #[cfg(any(test, feature = "sabotage"))]
+    pub break_fence: bool,
 }
 
 /// What is in snapshots and in the digest. The order of the fields is frozen.
@@ -190,7 +190,7 @@ impl State {
         Self {
             data,
             index,
-            #[cfg(test)]
+            #[cfg(any(test, feature = "sabotage"))]
             break_fence: false,
         }
     }
