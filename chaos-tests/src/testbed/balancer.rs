@@ -1,9 +1,9 @@
 //! The load balancers of `deploy/`, run as they are shipped: only the lines that a user is told to edit are edited.
 
-use super::network::Host;
+use super::{namespace::Namespace, network::Host};
 use crate::process::Process;
 use anyhow::{Context, Result, ensure};
-use std::{path::Path, time::Duration};
+use std::{net::TcpListener, path::Path, time::Duration};
 
 const HAPROXY: &str = include_str!("../../../deploy/haproxy.cfg");
 const NGINX: &str = include_str!("../../../deploy/nginx.conf");
@@ -45,6 +45,16 @@ impl Balancer {
         Self::start_text(kind, text, dir, host, masters)
     }
 
+    /// The same on loopback, on ports that are free now.
+    pub fn start_local(kind: BalancerKind, dir: &Path, masters: &[String]) -> Result<Self> {
+        let text = match kind {
+            BalancerKind::HaProxy => HAPROXY,
+            BalancerKind::Nginx => NGINX,
+        };
+        let free = || anyhow::Ok(TcpListener::bind("127.0.0.1:0")?.local_addr()?.to_string());
+        Self::start_at(kind, text, dir, None, [free()?, free()?], masters)
+    }
+
     fn start_text(
         kind: BalancerKind,
         text: &str,
@@ -52,8 +62,18 @@ impl Balancer {
         host: &Host,
         masters: &[String],
     ) -> Result<Self> {
-        let listen = format!("{}:9000", host.address);
-        let statistics = format!("{}:9001", host.address);
+        let at = ["9000", "9001"].map(|port| format!("{}:{port}", host.address));
+        Self::start_at(kind, text, dir, Some(host.namespace.clone()), at, masters)
+    }
+
+    fn start_at(
+        kind: BalancerKind,
+        text: &str,
+        dir: &Path,
+        namespace: Option<Namespace>,
+        [listen, statistics]: [String; 2],
+        masters: &[String],
+    ) -> Result<Self> {
         let (file, program) = match kind {
             BalancerKind::HaProxy => ("haproxy.cfg", "/usr/sbin/haproxy"),
             BalancerKind::Nginx => ("nginx.conf", "/usr/sbin/nginx"),
@@ -75,8 +95,7 @@ impl Balancer {
             BalancerKind::Nginx => &["-c", &path, "-g", "daemon off;"],
         };
         let args = args.iter().map(|s| (*s).to_owned()).collect();
-        let mut process =
-            Process::new(dir, "balancer", program.into(), args).in_namespace(Some(host.namespace.clone()));
+        let mut process = Process::new(dir, "balancer", program.into(), args).in_namespace(namespace);
         process.start()?;
         Ok(Self {
             url: format!("http://{listen}"),

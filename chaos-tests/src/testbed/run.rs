@@ -203,9 +203,13 @@ fn remove(number: u16, dir: &Path, keep: bool) -> Result<()> {
         }
     }
     for mount in mounts_below(dir)? {
-        let mount = mount.display().to_string();
+        let path = mount.display().to_string();
         // Lazily, if a killed process is still on its way out.
-        command("umount", &[&mount], "").or_else(|_| command("umount", &["-l", &mount], ""))?;
+        let unmounted = command("umount", &[&path], "").or_else(|_| command("umount", &["-l", &path], ""));
+        // Whoever mounted it may have been faster, where a signal removes the run beside its owner.
+        if unmounted.is_err() && mounts_below(dir)?.contains(&mount) {
+            unmounted?;
+        }
     }
     // Gone with its namespace too, but some time later.
     let _ = command("ip", &["link", "del", &prefix(number)], "");
