@@ -2,7 +2,10 @@
 
 use anyhow::{Context, Result};
 use clap::Parser;
-use mooncake_chaos::soak::{Report, RoundOptions, round};
+use mooncake_chaos::{
+    process,
+    soak::{Report, RoundOptions, round},
+};
 use std::{
     path::PathBuf,
     process::ExitCode,
@@ -60,6 +63,7 @@ async fn main() -> ExitCode {
 }
 
 async fn run(args: &Args) -> Result<Report> {
+    process::build_product()?;
     std::fs::create_dir_all(&args.out).with_context(|| format!("cannot create {}", args.out.display()))?;
     let began = Instant::now();
     let mut report = Report::default();
