@@ -1,8 +1,9 @@
 //! Partitions of all shapes, loss, slow links.
 
-use super::{leader_among, masters_only, probe, term, until, view, whole, write};
+use super::{leader_among, masters_only, probe, term, until, view, whole, write, write_sized};
 use anyhow::{Context, Result};
 use mooncake_chaos::{Nemesis, Testbed, Who, testbed::master_host};
+use std::time::{Duration, Instant};
 
 #[tokio::test]
 async fn an_isolated_leader_is_replaced_and_says_that_it_leads_no_more() -> Result<()> {
@@ -144,39 +145,78 @@ async fn writes_go_on_under_loss() -> Result<()> {
 }
 
 #[tokio::test]
+async fn a_far_leader_commits_after_the_way_there_and_back() -> Result<()> {
+    const ONE_WAY_MS: u64 = 60;
+    let mut bed = masters_only(|_| ()).await?;
+    whole(&mut bed).await?;
+    let fault = Nemesis::Delay(Who::Leader, ONE_WAY_MS).inject(&mut bed).await?;
+    // Its connections were broken once; from here on nothing may be elected.
+    let leader = leader_among(&bed, &[0, 1, 2]).await?;
+    until("the connections go through the wires", async || {
+        Ok(fault.wire_connections() >= 2)
+    })
+    .await?;
+    let before = term(&bed, leader).await?;
+    let started = Instant::now();
+    assert_eq!(write(&bed, leader, "far").await?, 201);
+    if leader == fault.victims[0] {
+        let took = started.elapsed();
+        assert!(
+            took >= Duration::from_millis(2 * ONE_WAY_MS),
+            "{took:?}: nothing was delayed"
+        );
+        assert_eq!(term(&bed, leader).await?, before, "no election");
+    }
+    fault.heal(&mut bed).await?;
+    whole(&mut bed).await?;
+    bed.finish();
+    Ok(())
+}
+
+#[tokio::test]
 async fn a_snapshot_over_a_slow_link_arrives_and_deposes_nobody() -> Result<()> {
+    const RATE: u64 = 1_000_000;
     let args = ["--snapshot-every=50", "--snapshot-keep=1"].map(str::to_owned);
     let mut bed = masters_only(|o| o.master_args = args.to_vec()).await?;
     let before = whole(&mut bed).await?;
     let fault = Nemesis::Kill(Who::Follower).inject(&mut bed).await?;
     let away = fault.victims[0];
     let leader = bed.cluster.leader().await?;
-    for n in 0..200 {
-        assert_eq!(write(&bed, leader, &format!("snapshot-{n}")).await?, 201);
+    for n in 0..60 {
+        assert_eq!(write(&bed, leader, &format!("small-{n}")).await?, 201);
     }
-    let slow = Nemesis::SlowLink(Who::Follower, 400_000);
-    // The one that is away, whichever followers there are.
-    bed.network.shape(&master_host(away), Some(400_000))?;
-    assert_eq!(slow.name(), "slow-link-follower");
+    for n in 0..8 {
+        // 80 KB of names each: seconds on the slow link.
+        let status = write_sized(&bed, leader, &format!("large-{n}"), 1000).await?;
+        assert_eq!(status, 201);
+    }
+    let slow = Nemesis::SlowLink(Who::All, RATE).inject(&mut bed).await?;
     fault.heal(&mut bed).await?;
+    until("the follower answers", async || {
+        Ok(view(&bed, away).await.is_ok())
+    })
+    .await?;
+    assert_eq!(write(&bed, leader, "meanwhile").await?, 201);
+    let behind = view(&bed, away).await?["applied_index"].as_u64();
     let target = view(&bed, leader).await?["applied_index"]
         .as_u64()
         .context("index")?;
+    assert!(behind < Some(target), "caught up at once: the link is not slow");
     until("the follower has caught up", async || {
         let v = view(&bed, away).await;
         Ok(v.is_ok_and(|v| v["applied_index"].as_u64() >= Some(target)))
     })
     .await?;
     bed.cluster.masters[away]
-        .wait_log("snapshot", crate::LONG)
+        .wait_log("installed the received snapshot", crate::LONG)
         .await?;
     let qdisc = bed.network.host(&master_host(away))?.namespace.run(
         "tc",
         &["-s", "qdisc", "show", "dev", "eth0"],
         "",
     )?;
-    assert!(qdisc.contains("tbf") && qdisc.contains("400Kbit"), "{qdisc}");
-    bed.network.shape(&master_host(away), None)?;
+    assert!(qdisc.contains("tbf") && qdisc.contains("1Mbit"), "{qdisc}");
+    slow.heal(&mut bed).await?;
     assert_eq!(whole(&mut bed).await?, before, "no election");
     bed.finish();
     Ok(())
