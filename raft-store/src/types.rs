@@ -18,7 +18,7 @@ openraft::declare_raft_types!(
         Node = Node,
         Term = u64,
         LeaderId = LeaderId,
-        AsyncRuntime = openraft::TokioRuntime,
+        AsyncRuntime = crate::runtime::Runtime,
 );
 
 /// A node id of a master.

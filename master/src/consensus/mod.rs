@@ -13,6 +13,7 @@
 //! handed over as [`Sessions`].
 
 mod bootstrap;
+mod considerate;
 mod early_election;
 mod handle;
 mod inbound;
@@ -50,7 +51,8 @@ use tonic::transport::server::Connected as _;
 pub use bootstrap::BootstrapError;
 pub use handle::{
     AppliedWatch, Cluster, Handle, MAX_PROPOSAL_BYTES, MAX_PROPOSALS, MAX_READY_LAG, Member, NotReady,
-    PROPOSE_DEADLINE, ProposeError, Proposed, READ_DEADLINE, ReadError, StateGuard, TransferError,
+    PROPOSE_DEADLINE, ProposeError, Proposed, QUORUM_WITHIN, READ_DEADLINE, ReadError, StateGuard,
+    TransferError,
 };
 pub use leadership::Leadership;
 pub use machine::{Change, Machine};
@@ -392,6 +394,7 @@ async fn start_on_runtime(
     let network = network::Network {
         peers: Arc::clone(&peers),
         me: identity.node_id,
+        heartbeat: Duration::from_millis(options.timers.heartbeat_ms),
     };
     let raft = MasterRaft::new(identity.node_id, config, network, log_store, state_machine)
         .await

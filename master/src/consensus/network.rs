@@ -2,16 +2,18 @@
 //!
 //! Guaranteed: an append message holds at most [`MAX_APPEND_BYTES`] of entries (more are sent in the next ones), a
 //! snapshot travels in frames of [`SNAPSHOT_FRAME_BYTES`]; every call ends, at the latest after its time-out; a
-//! peer that cannot be reached, or refuses, never counts as a granted vote.
+//! peer that cannot be reached, or refuses, never counts as a granted vote. How long the way to a peer is does not
+//! change how often it hears a heartbeat.
 
 use std::future::Future;
 use std::sync::Arc;
 use std::time::Duration;
 
-use futures_util::stream;
+use futures_util::StreamExt as _;
+use futures_util::stream::{self, FuturesUnordered};
 use mooncake_proto::pb::raft as pb;
 use mooncake_proto::pb::raft::raft_client::RaftClient;
-use mooncake_raft_store::{Node, NodeId, Snapshot, SnapshotData, TypeConfig, Vote};
+use mooncake_raft_store::{CALL_TIMEOUT, Node, NodeId, Snapshot, SnapshotData, TypeConfig, Vote};
 use openraft::entry::RaftEntry as _;
 use openraft::errors::{NetworkError, RPCError, ReplicationClosed, StreamingError, Timeout, Unreachable};
 use openraft::network::{RPCOption, RPCTypes, RaftNetworkFactory, RaftNetworkV2};
@@ -31,10 +33,15 @@ use super::wire;
 pub(crate) const MAX_APPEND_BYTES: usize = 1 << 20;
 /// Bytes of a snapshot per frame.
 pub(crate) const SNAPSHOT_FRAME_BYTES: usize = 256 << 10;
-/// How long an append with entries may take. Not openraft's value (one heartbeat interval): a fsync on a busy disk
-/// takes longer, and sending the same entries again would only make it worse. Liveness does not wait for it, since
-/// heartbeats have a connection and a worker of their own.
+/// How long a heartbeat, a vote or a hand-over may take to be answered. Below what openraft allows, which drops the
+/// call without telling anybody why; far above a round trip, and above the set-up of a connection (four round trips).
+const CONTROL_TIMEOUT: Duration = Duration::from_millis(CALL_TIMEOUT.as_millis() as u64 * 9 / 10);
+/// How long an append with entries may take, beside the time that its bytes take. Not openraft's value (one heartbeat
+/// interval): a fsync on a busy disk takes longer, and sending the same entries again would only make it worse.
+/// Liveness does not wait for it, since heartbeats have a connection and a worker of their own.
 const APPEND_TIMEOUT: Duration = Duration::from_secs(2);
+/// The slowest link, in bytes per second, on which an append of any size arrives in its time: half a megabit.
+const SLOWEST_LINK: u64 = 64 << 10;
 /// How long a snapshot may make no progress at all before it is given up.
 const SNAPSHOT_STALL: Duration = Duration::from_secs(10);
 
@@ -44,6 +51,8 @@ type RpcResult<T> = Result<T, RPCError<TypeConfig>>;
 pub(crate) struct Network {
     pub(crate) peers: Arc<Peers>,
     pub(crate) me: NodeId,
+    /// Between heartbeats.
+    pub(crate) heartbeat: Duration,
 }
 
 impl RaftNetworkFactory<TypeConfig> for Network {
@@ -67,6 +76,7 @@ impl Network {
         Peer {
             peers: Arc::clone(&self.peers),
             me: self.me,
+            heartbeat: self.heartbeat,
             target,
             node: node.clone(),
             append_lane,
@@ -78,6 +88,7 @@ impl Network {
 pub(crate) struct Peer {
     peers: Arc<Peers>,
     me: NodeId,
+    heartbeat: Duration,
     target: NodeId,
     node: Node,
     append_lane: Lane,
@@ -113,7 +124,6 @@ impl Peer {
     async fn ask_for_vote<F>(
         &self,
         request: &VoteRequest<TypeConfig>,
-        option: &RPCOption,
         send: impl FnOnce(RaftClient<Channel>, pb::VoteRequest) -> F,
     ) -> RpcResult<VoteResponse<TypeConfig>>
     where
@@ -121,11 +131,42 @@ impl Peer {
     {
         let message = wire::vote_request_to_pb(self.route(), request);
         let response = self
-            .call(Lane::Control, RPCTypes::Vote, within(option), |client| {
+            .call(Lane::Control, RPCTypes::Vote, CONTROL_TIMEOUT, |client| {
                 send(client, message)
             })
             .await?;
         wire::vote_response_from_pb(&response).map_err(malformed)
+    }
+
+    /// A heartbeat, said again with every interval until it is answered.
+    ///
+    /// openraft sends the next one after the answer to the last, so a far peer would hear one per round trip, and
+    /// where one is lost or late behind something else, none for longer than its patience. An answer to any of the
+    /// copies is one to the heartbeat: each was sent after it.
+    async fn beat(&self, message: pb::AppendRequest) -> RpcResult<pb::AppendResponse> {
+        let mut copies = FuturesUnordered::new();
+        let give_up = tokio::time::sleep(CONTROL_TIMEOUT);
+        tokio::pin!(give_up);
+        loop {
+            // Asked for each time: it may be another connection by now.
+            let mut client = self
+                .peers
+                .client(self.target, &self.node.rpc_address, Lane::Control);
+            let copy = message.clone();
+            copies.push(async move { client.append(copy).await });
+            tokio::select! {
+                biased;
+                Some(answer) = copies.next() => {
+                    let response = answer.map_err(|status| self.failed(Lane::Control, &status))?;
+                    self.peers.succeeded(self.target, Lane::Control);
+                    return Ok(response.into_inner());
+                }
+                () = &mut give_up => {
+                    return Err(self.timed_out(Lane::Control, RPCTypes::AppendEntries, CONTROL_TIMEOUT));
+                }
+                () = tokio::time::sleep(self.heartbeat) => self.peers.late(self.target, Lane::Control),
+            }
+        }
     }
 
     fn failed(&self, lane: Lane, status: &Status) -> RPCError<TypeConfig> {
@@ -159,11 +200,6 @@ fn malformed(error: wire::Malformed) -> RPCError<TypeConfig> {
     RPCError::Network(NetworkError::new(&error))
 }
 
-/// A little less than openraft's own limit, which drops the call without telling anybody why.
-fn within(option: &RPCOption) -> Duration {
-    option.hard_ttl() * 9 / 10
-}
-
 /// Keeps the longest prefix of `entries` that fits into a message, at least one entry. Says whether any was cut.
 fn cut(request: &mut AppendEntriesRequest<TypeConfig>) -> bool {
     let mut bytes = 0;
@@ -181,29 +217,32 @@ fn cut(request: &mut AppendEntriesRequest<TypeConfig>) -> bool {
     is_cut
 }
 
+/// How long an append with so many bytes of entries may take.
+fn append_timeout(bytes: usize) -> Duration {
+    APPEND_TIMEOUT + Duration::from_millis(bytes as u64 * 1000 / SLOWEST_LINK)
+}
+
 impl RaftNetworkV2<TypeConfig> for Peer {
     type SnapshotData = SnapshotData;
 
     async fn append_entries(
         &mut self,
         mut request: AppendEntriesRequest<TypeConfig>,
-        option: RPCOption,
+        _: RPCOption,
     ) -> RpcResult<AppendEntriesResponse<TypeConfig>> {
         let is_cut = cut(&mut request);
         let last = request.entries.last().map(|entry| entry.log_id());
-        let timeout = match self.append_lane {
-            Lane::Control => within(&option),
-            Lane::Append | Lane::Snapshot => APPEND_TIMEOUT,
-        };
+        let timeout = append_timeout(request.entries.iter().map(wire::entry_size_bytes).sum());
         let message = wire::append_to_pb(self.route(), request);
-        let response = self
-            .call(
-                self.append_lane,
-                RPCTypes::AppendEntries,
-                timeout,
-                |mut client| async move { client.append(message).await },
-            )
-            .await?;
+        let response = match self.append_lane {
+            Lane::Control => self.beat(message).await?,
+            lane => {
+                self.call(lane, RPCTypes::AppendEntries, timeout, |mut client| async move {
+                    client.append(message).await
+                })
+                .await?
+            }
+        };
         match wire::append_response_from_pb(&response).map_err(malformed)? {
             AppendEntriesResponse::Success if is_cut => Ok(AppendEntriesResponse::PartialSuccess(last)),
             response => Ok(response),
@@ -213,32 +252,32 @@ impl RaftNetworkV2<TypeConfig> for Peer {
     async fn vote(
         &mut self,
         request: VoteRequest<TypeConfig>,
-        option: RPCOption,
+        _: RPCOption,
     ) -> RpcResult<VoteResponse<TypeConfig>> {
         let send = |mut client: RaftClient<Channel>, message| async move { client.vote(message).await };
-        self.ask_for_vote(&request, &option, send).await
+        self.ask_for_vote(&request, send).await
     }
 
     async fn pre_vote(
         &mut self,
         request: VoteRequest<TypeConfig>,
-        option: RPCOption,
+        _: RPCOption,
     ) -> RpcResult<VoteResponse<TypeConfig>> {
         let send = |mut client: RaftClient<Channel>, message| async move { client.pre_vote(message).await };
-        self.ask_for_vote(&request, &option, send).await
+        self.ask_for_vote(&request, send).await
     }
 
     async fn transfer_leader(
         &mut self,
         request: TransferLeaderRequest<TypeConfig>,
-        option: RPCOption,
+        _: RPCOption,
     ) -> RpcResult<TransferLeaderResponse<TypeConfig>> {
         let message = wire::transfer_to_pb(self.route(), &request);
         let response = self
             .call(
                 Lane::Control,
                 RPCTypes::TransferLeader,
-                within(&option),
+                CONTROL_TIMEOUT,
                 |mut client| async move { client.transfer_leader(message).await },
             )
             .await?;
@@ -380,5 +419,12 @@ mod tests {
 
         let mut empty = request(&[]);
         assert!(!cut(&mut empty));
+    }
+
+    #[test]
+    fn the_largest_append_has_time_to_arrive_on_the_slowest_link() {
+        assert_eq!(append_timeout(0), APPEND_TIMEOUT);
+        let bytes = MAX_APPEND_BYTES as u64;
+        assert!(append_timeout(MAX_APPEND_BYTES) >= Duration::from_secs(bytes / SLOWEST_LINK));
     }
 }

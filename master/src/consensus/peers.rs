@@ -18,6 +18,8 @@ use mooncake_raft_store::{Node, NodeId};
 use parking_lot::Mutex;
 use tonic::transport::Channel;
 
+use super::considerate::Considerate;
+
 /// Largest Raft message. Appends are cut at [`MAX_APPEND_BYTES`](super::network::MAX_APPEND_BYTES); the rest is
 /// room for framing and one entry of the largest size.
 pub(crate) const MAX_MESSAGE_BYTES: usize = 4 << 20;
@@ -31,7 +33,7 @@ const REMIND: Duration = Duration::from_secs(300);
 const REDIAL: Duration = Duration::from_secs(2);
 
 /// Traffic of one kind has a connection of its own, so that a snapshot or a large append never stands in front of
-/// a heartbeat.
+/// a heartbeat; and those that carry much are [`Considerate`], so that they do not on the way there either.
 #[derive(Clone, Copy, Debug, PartialEq, Eq, Hash)]
 pub(crate) enum Lane {
     /// Heartbeats, votes, transfer of leadership, probes.
@@ -45,7 +47,7 @@ pub(crate) enum Lane {
 struct Connection {
     address: String,
     channel: Channel,
-    /// Since when every call failed.
+    /// Since when no call was answered in time.
     failing_since: Option<Instant>,
 }
 
@@ -92,18 +94,26 @@ impl Peers {
     /// A client on the lane's connection. Lazy: nothing is dialled before the first call.
     pub(crate) fn client(&self, target: NodeId, address: &str, lane: Lane) -> RaftClient<Channel> {
         let mut connections = self.connections.lock();
-        let fresh = |failing_since| Connection {
-            address: address.to_owned(),
-            channel: hello::channel(address, Arc::clone(&self.hello), Purpose::Raft),
-            failing_since,
+        let fresh = || {
+            let hello = Arc::clone(&self.hello);
+            Connection {
+                address: address.to_owned(),
+                channel: match lane {
+                    Lane::Control => hello::channel(address, hello, Purpose::Raft),
+                    Lane::Append | Lane::Snapshot => {
+                        hello::channel_over(address, hello, Purpose::Raft, Considerate::new)
+                    }
+                },
+                failing_since: None,
+            }
         };
-        let connection = connections.entry((target, lane)).or_insert_with(|| fresh(None));
+        let connection = connections.entry((target, lane)).or_insert_with(fresh);
         let stuck = connection
             .failing_since
             .is_some_and(|since| since.elapsed() > REDIAL);
         if connection.address != address || stuck {
             // The clock starts again: the new connection has its chance before it is replaced.
-            *connection = fresh(None);
+            *connection = fresh();
         }
         RaftClient::new(connection.channel.clone())
             .max_decoding_message_size(MAX_MESSAGE_BYTES)
@@ -135,12 +145,20 @@ impl Peers {
         }
     }
 
-    /// Notes that a call failed. `refused`: the peer is there and wants nothing to do with us, which a person has to
-    /// look at; that is logged at once.
-    pub(crate) fn failed(&self, target: NodeId, address: &str, lane: Lane, refused: bool, error: &str) {
+    /// Notes that an answer is late: if none comes, the lane is in trouble from here on.
+    pub(crate) fn late(&self, target: NodeId, lane: Lane) {
         if let Some(connection) = self.connections.lock().get_mut(&(target, lane)) {
             connection.failing_since.get_or_insert_with(Instant::now);
         }
+        let mut health = self.health.lock();
+        let health = health.entry(target).or_default();
+        health.failing_since.get_or_insert_with(Instant::now);
+    }
+
+    /// Notes that a call failed. `refused`: the peer is there and wants nothing to do with us, which a person has to
+    /// look at; that is logged at once.
+    pub(crate) fn failed(&self, target: NodeId, address: &str, lane: Lane, refused: bool, error: &str) {
+        self.late(target, lane);
         let mut health = self.health.lock();
         let health = health.entry(target).or_default();
         let quiet = health.failing_since.get_or_insert_with(Instant::now).elapsed() < QUIET;

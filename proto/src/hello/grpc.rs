@@ -70,6 +70,22 @@ impl AsyncWrite for HelloStream {
 /// # Panics
 /// If `address` is not `host:port` (addresses are checked where they are configured).
 pub fn channel(address: &str, config: Arc<HelloConfig>, purpose: Purpose) -> Channel {
+    channel_over(address, config, purpose, Ok)
+}
+
+/// The same, with each connection wrapped, once its hello held, into something that looks after it.
+///
+/// # Panics
+/// As [`channel`].
+pub fn channel_over<S>(
+    address: &str,
+    config: Arc<HelloConfig>,
+    purpose: Purpose,
+    wrap: fn(TcpStream) -> io::Result<S>,
+) -> Channel
+where
+    S: AsyncRead + AsyncWrite + Unpin + Send + 'static,
+{
     let target: Arc<str> = address.into();
     // The URI only fills HTTP/2's :authority; the connector dials `target`.
     Endpoint::from_shared(format!("http://{address}"))
@@ -87,7 +103,7 @@ pub fn channel(address: &str, config: Arc<HelloConfig>, purpose: Purpose) -> Cha
                     .map_err(|_| io::Error::from(io::ErrorKind::TimedOut))??;
                 stream.set_nodelay(true)?;
                 connect(&mut stream, &config, purpose).await?;
-                Ok::<_, io::Error>(TokioIo::new(stream))
+                Ok::<_, io::Error>(TokioIo::new(wrap(stream)?))
             }
         }))
 }

@@ -10,7 +10,7 @@
 
 mod grpc;
 
-pub use grpc::{HelloStream, channel, incoming};
+pub use grpc::{HelloStream, channel, channel_over, incoming};
 
 use crate::{PROTOCOL_VERSION, PROTOCOL_VERSION_MIN, pb::hello as pb};
 use hmac::{Hmac, KeyInit, Mac};

@@ -97,7 +97,7 @@ fn assert_right(entry: &Entry) {
 type Flushed = tokio::sync::oneshot::Receiver<std::io::Result<()>>;
 
 fn flush_signal() -> (
-    <<openraft::TokioRuntime as openraft::AsyncRuntime>::Oneshot as openraft::async_runtime::Oneshot>::Sender<
+    <<crate::Runtime as openraft::AsyncRuntime>::Oneshot as openraft::async_runtime::Oneshot>::Sender<
         std::io::Result<()>,
     >,
     Flushed,
