@@ -8,9 +8,9 @@ use std::time::{Duration, Instant};
 use mooncake_proto::MAX_COMMAND_BYTES;
 use mooncake_raft_store::{Command as RawCommand, NodeId, SnapshotMeta, TypeConfig};
 use mooncake_state::{Command, Reply, State};
-use openraft::Instant as _;
 use openraft::async_runtime::watch::WatchReceiver as _;
 use openraft::errors::{ClientWriteError, Fatal, ForwardToLeader, RaftError};
+use openraft::{Instant as _, ServerState};
 use parking_lot::{MappedRwLockReadGuard, RwLockReadGuard};
 use tokio::sync::{Semaphore, broadcast, oneshot, watch};
 
@@ -31,6 +31,11 @@ pub const PROPOSE_DEADLINE: Duration = Duration::from_secs(5);
 pub const READ_DEADLINE: Duration = Duration::from_secs(3);
 /// A follower this many entries behind what it knows to be committed is not ready.
 pub const MAX_READY_LAG: u64 = 1000;
+/// A leader that no quorum confirmed for so long is not ready. A follower may wait for the next leader much longer: it
+/// holds requests, and passes them on when there is one. A leader that is cut off learns of its successor last of all, and
+/// what it is sent meanwhile is lost time for the caller. More than a frozen machine or an overload takes, and about
+/// as long as the others need for an election, so that one of them is there to go to.
+pub const QUORUM_WITHIN: Duration = Duration::from_secs(1);
 /// A follower that was silent for this long is not a candidate for a transfer of leadership.
 const TRANSFER_MAX_SILENCE: Duration = Duration::from_secs(1);
 
@@ -383,19 +388,25 @@ impl Handle {
         heard.into_iter().chain(self.quorum_silence()).min()
     }
 
-    /// Whether requests should be sent here. `max_silence`: how long the leader may be silent.
+    /// Whether requests should be sent here. `max_silence`: how long the leader may be silent. A leader that its quorum
+    /// does not confirm is not ready much sooner ([`QUORUM_WITHIN`]).
     pub fn readiness(&self, max_silence: Duration) -> Result<(), NotReady> {
-        let (initialised, committed) = {
+        let (initialised, leads, committed) = {
             let metrics = self.inner.raft.metrics();
             let metrics = metrics.borrow_watched();
             (
                 metrics.membership_config.nodes().next().is_some(),
+                metrics.state == ServerState::Leader,
                 metrics.cluster_committed.as_ref().map_or(0, |id| id.index()),
             )
         };
         if !initialised {
             return Err(NotReady::NotInitialised);
         }
+        let max_silence = match leads {
+            true => max_silence.min(QUORUM_WITHIN),
+            false => max_silence,
+        };
         // Not whether one is known at this moment: in an election there is none, and requests are held for that long.
         match self.leader_silence() {
             None => return Err(NotReady::NoLeader),

@@ -21,7 +21,8 @@ pub(super) async fn livez() -> &'static str {
     "ok\n"
 }
 
-/// `/readyz`: caught up, not draining, a leader known within the last 5 s.
+/// `/readyz`: caught up, not draining, a leader known within the last 5 s; on the leader, a quorum within the last
+/// second.
 pub(super) async fn readyz(State(ctx): State<Arc<MasterContext>>) -> Result<&'static str, ApiError> {
     not_ready(&ctx).map_or(Ok("ok\n"), Err)
 }
