@@ -319,12 +319,14 @@ fn judge_new(
              --advertise-http-address HOST:PORT"
         ));
     }
+    // Not a member at the same RPC address: somebody else answers there now, so that one is gone from it. It is the new
+    // master's predecessor on this machine, about to be removed.
     if let Some(other) = members
         .iter()
-        .find(|member| member.http_address == *http || member.rpc_address == rpc_address)
+        .find(|member| member.http_address == *http && member.rpc_address != rpc_address)
     {
         return conflict(format!(
-            "master {} is a member with the address {rpc_address} or {http}: give each master its own",
+            "master {} is a member with the address {http}: give each master its own",
             other.id
         ));
     }
@@ -512,6 +514,10 @@ mod tests {
             ..probe(4)
         };
         assert!(conflict(judge("h4:1", &taken)).contains("master 2"));
+        assert!(
+            matches!(judge("h2:1", &taken), Ok(Judged::New(4, _))),
+            "in the place of a master that does not answer there any more"
+        );
         assert!(conflict(judge_new("h4:1", Some(5), &probe(4), &members, 1)).contains("answers master 4"));
         assert!(conflict(judge_new("h4:1", None, &probe(4), &members, 2)).contains("upgrade it first"));
     }
