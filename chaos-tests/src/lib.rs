@@ -27,7 +27,7 @@ pub mod workload;
 pub use cluster::{Cluster, ClusterOptions};
 pub use disk::Disk;
 pub use model::Model;
-pub use nemesis::{Injected, Nemesis, Who};
+pub use nemesis::{Filter, Injected, Nemesis, Who};
 pub use process::Process;
 pub use source::{Behaviour, HttpSource};
 pub use testbed::{Testbed, TestbedOptions};

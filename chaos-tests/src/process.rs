@@ -42,6 +42,19 @@ impl Process {
         }
     }
 
+    /// Another process that is not started yet, with the same program, environment and place, and with its own name, log
+    /// and arguments.
+    pub fn successor(&self, dir: &Path, name: &str, args: Vec<String>) -> Self {
+        let mut process = Self::new(dir, name, self.program.clone(), args);
+        process.env.clone_from(&self.env);
+        process.in_namespace(self.namespace.clone())
+    }
+
+    /// Its arguments.
+    pub fn args(&self) -> &[String] {
+        &self.args
+    }
+
     /// It will run in this network namespace.
     pub fn in_namespace(mut self, namespace: Option<Namespace>) -> Self {
         self.namespace = namespace;

@@ -1,6 +1,6 @@
 //! How each fault is injected.
 
-use super::{Injected, Nemesis, Undo, Who};
+use super::{Filter, Injected, Nemesis, Undo, Who, operate};
 use crate::{
     cluster::READY_DEADLINE,
     disk::Disk,
@@ -88,15 +88,18 @@ impl Nemesis {
                 }
             }
             Self::Delay(_, ms) => {
-                for &victim in &victims {
-                    for peer in (0..bed.cluster.masters.len()).filter(|&p| p != victim) {
-                        for (from, to) in [(victim, peer), (peer, victim)] {
-                            let to = bed.rpc_address(to)?;
-                            let (wire, token) = bed.add_wire(&master_host(from), to).await?;
-                            wire.set(WireFault::Delay { ms });
-                            undo.push(Undo::Wire(wire, token));
-                        }
-                    }
+                let masters = 0..bed.cluster.masters.len();
+                let ways = masters
+                    .clone()
+                    .flat_map(|from| masters.clone().map(move |to| (from, to)));
+                let far = |(from, to): &(usize, usize)| {
+                    from != to && (victims.contains(from) || victims.contains(to))
+                };
+                for (from, to) in ways.filter(far) {
+                    let to = bed.rpc_address(to)?;
+                    let (wire, token) = bed.add_wire(&master_host(from), to).await?;
+                    wire.set(WireFault::Delay { ms });
+                    undo.push(Undo::Wire(wire, token));
                 }
             }
             Self::PowerLoss(_) => {
@@ -116,8 +119,29 @@ impl Nemesis {
                 for &i in &victims {
                     bed.cluster.masters[i].kill();
                     fs::remove_dir_all(&bed.cluster.data_dirs[i])?;
-                    undo.push(Undo::StartMaster(i));
+                    undo.push(Undo::ReplaceWiped(i));
                 }
+            }
+            Self::RefuseLeader(filter) => {
+                let [leader, follower] = [victims[0], victims[1]].map(master_host);
+                let address = |host: &str| bed.network.host(host).map(|h| h.address);
+                let token = match filter {
+                    Filter::AtFollower => {
+                        let to = address(&leader)?;
+                        bed.network.add_rule(&follower, Rule::RefuseTo { to })?
+                    }
+                    Filter::AtLeader => {
+                        let from = address(&follower)?;
+                        let port = bed.rpc_address(victims[0])?.port();
+                        bed.network.add_rule(&leader, Rule::RefusePort { from, port })?
+                    }
+                };
+                undo.push(Undo::Rules(vec![token]));
+            }
+            Self::TransferStorm { times } => operate::transfer_storm(bed, times).await?,
+            Self::MembershipChurn => {
+                operate::churn(bed, victims[0]).await?;
+                undo.push(Undo::EndChurn(victims[0]));
             }
             Self::ClockJump(_, seconds) => {
                 for host in victims.iter().map(|&i| master_host(i)) {
@@ -188,12 +212,13 @@ impl Nemesis {
             | Self::Wipe(who)
             | Self::ClockJump(who, _) => who.find(bed).await,
             Self::DeafLeader | Self::MuteLeader => Who::Leader.find(bed).await,
-            Self::Bridge => {
+            Self::Bridge | Self::RefuseLeader(_) => {
                 let mut ends = Who::Leader.find(bed).await?;
                 ends.extend(Who::Follower.find(bed).await?);
                 Ok(ends)
             }
-            Self::RollingRestart => Who::All.find(bed).await,
+            Self::MembershipChurn => Who::Follower.find(bed).await,
+            Self::RollingRestart | Self::TransferStorm { .. } => Who::All.find(bed).await,
             Self::Loss { .. } | Self::Source(_) => Ok(Vec::new()),
             Self::KillClient(i)
             | Self::FreezeClient(i)

@@ -7,10 +7,12 @@
 //! Not guaranteed: that the cluster is well right after [`Injected::heal`]; wait for what you need.
 
 mod inject;
+mod operate;
 
 pub use inject::flip_bit_in_staging;
 
 use crate::{
+    process::Process,
     source::Behaviour,
     testbed::{Testbed, Wire},
 };
@@ -57,6 +59,15 @@ impl Who {
     }
 }
 
+/// Where a packet filter is, and what it refuses.
+#[derive(Clone, Copy, Debug, PartialEq, Eq)]
+pub enum Filter {
+    /// At one follower: all connections between it and the leader, whoever opens them.
+    AtFollower,
+    /// At the leader: what one follower dials there. The leader's own connections to that follower go on.
+    AtLeader,
+}
+
 /// A fault. Clients are named by index.
 #[derive(Clone, Debug, PartialEq, Eq)]
 pub enum Nemesis {
@@ -86,8 +97,18 @@ pub enum Nemesis {
     /// The disks are full to the last block; healed by space and, if it ended, a start. Needs disks.
     DiskFull(Who),
     /// Killed, and the data folder is gone. Healing starts it on the empty folder under its old id, which must be
-    /// refused: it ends by itself.
+    /// refused: it ends by itself. Then a new one in its place, under a new id, replaces it, by an operator's command.
     Wipe(Who),
+    /// A packet filter refuses, with resets, on the leader's behalf. The leader is well.
+    RefuseLeader(Filter),
+    /// Leadership is handed over so many times, as fast as it goes. Heals itself.
+    TransferStorm {
+        /// Hand-overs.
+        times: u32,
+    },
+    /// A fourth master is added and promoted, then a follower is removed, whose process ends. Healing puts a new one
+    /// in its place, under a new id, and removes the fourth one. By an operator's commands.
+    MembershipChurn,
     /// The wall clock is so many seconds off; healed by the right time. Needs `clocks`.
     ClockJump(Who, i64),
     /// SIGTERM and a new start, one master after the other, each ready again before the next. Heals itself.
@@ -135,6 +156,10 @@ impl Nemesis {
                 let way = if *s < 0 { "back" } else { "ahead" };
                 format!("clock-{way}-{}", who.name())
             }
+            Self::RefuseLeader(Filter::AtFollower) => "refuse-at-follower".into(),
+            Self::RefuseLeader(Filter::AtLeader) => "refuse-at-leader".into(),
+            Self::TransferStorm { .. } => "transfer-storm".into(),
+            Self::MembershipChurn => "membership-churn".into(),
             Self::RollingRestart => "rolling-restart".into(),
             Self::KillClient(_) => "kill-client".into(),
             Self::FreezeClient(_) => "freeze-client".into(),
@@ -171,6 +196,9 @@ enum Undo {
     PowerCycleClient(usize),
     RemoveFile(PathBuf),
     RestartMasterIfDead(usize),
+    ReplaceWiped(usize),
+    /// A follower's place is empty; the fourth master is the last one.
+    EndChurn(usize),
     Clock(String),
     Wire(Wire, u64),
     Source,
@@ -199,27 +227,22 @@ impl Injected {
         let name = self.nemesis.name();
         for step in self.undo {
             let what = format!("cannot heal {name}: {step:?}");
-            step.apply(bed).context(what)?;
+            step.apply(bed).await.context(what)?;
         }
         Ok(())
     }
 }
 
 impl Undo {
-    fn apply(self, bed: &mut Testbed) -> Result<()> {
+    async fn apply(self, bed: &mut Testbed) -> Result<()> {
         let cluster = &mut bed.cluster;
         match self {
-            // Killed already, or by its own error; this only collects it.
-            Self::StartMaster(i) => {
-                cluster.masters[i].kill();
-                cluster.masters[i].start()
-            }
-            Self::StartClient(i) => {
-                cluster.clients[i].kill();
-                cluster.clients[i].start()
-            }
+            Self::StartMaster(i) => restart(&mut cluster.masters[i]),
+            Self::StartClient(i) => restart(&mut cluster.clients[i]),
             Self::RestartMasterIfDead(i) if cluster.masters[i].is_running() => Ok(()),
-            Self::RestartMasterIfDead(i) => Self::StartMaster(i).apply(bed),
+            Self::RestartMasterIfDead(i) => restart(&mut cluster.masters[i]),
+            Self::ReplaceWiped(i) => operate::replace_wiped(bed, i).await,
+            Self::EndChurn(i) => operate::end_churn(bed, i).await,
             Self::ThawMaster(i) => cluster.masters[i].thaw(),
             Self::ThawClient(i) => cluster.clients[i].thaw(),
             Self::Rules(tokens) => bed.network.remove_rules(&tokens),
@@ -235,4 +258,10 @@ impl Undo {
             }
         }
     }
+}
+
+/// It was killed already, or ended by its own error, which this only collects.
+fn restart(process: &mut Process) -> Result<()> {
+    process.kill();
+    process.start()
 }

@@ -323,6 +323,28 @@ impl Testbed {
         ))
     }
 
+    /// Lays out one more master on a host of its own, which is made if it is not there from an earlier one. Not
+    /// started, and no member yet; its folder is on no disk that can fail. Gives its index.
+    pub fn add_master(&mut self) -> Result<usize> {
+        let index = self.cluster.masters.len();
+        ensure!(index < MAX_MASTERS, "a testbed has at most {MAX_MASTERS} masters");
+        let name = master_host(index);
+        if self.network.host(&name).is_err() {
+            self.network.add(&name, FIRST_MASTER + index as u8)?;
+            self.network.shape(&name, self.link)?;
+        }
+        let used = self.cluster.ids.len() + self.cluster.retired.len();
+        let folder = self.dir().join(format!("master-data-{}", used + 1));
+        let seat = seat(self.network.host(&name)?, RPC_PORT, MASTER_HTTP_PORT, folder);
+        let index = self.cluster.add_master_at(seat)?;
+        if self.clocks {
+            self.set_clock(&name, 0)?;
+            let file = self.clock_file(&name).display().to_string();
+            self.cluster.masters[index].set_env("FAKETIME_TIMESTAMP_FILE", file);
+        }
+        Ok(index)
+    }
+
     /// Sets the wall clock of one host's process (`m1`, `c0`) so many seconds off, running or not; its monotonic
     /// clock goes on. Needs `clocks`.
     pub fn set_clock(&self, host: &str, offset_s: i64) -> Result<()> {

@@ -36,6 +36,19 @@ pub enum Rule {
         /// The sender.
         from: Ipv4Addr,
     },
+    /// Refuses with a reset what this host sends to another over TCP, so that both its connections there and the other's
+    /// to it are closed here, and no new ones come about.
+    RefuseTo {
+        /// The receiver.
+        to: Ipv4Addr,
+    },
+    /// Refuses with a reset what comes from this host for one port; what this host dialled there goes on.
+    RefusePort {
+        /// The sender.
+        from: Ipv4Addr,
+        /// The port.
+        port: u16,
+    },
     /// Drops a share of all that comes in.
     Lose {
         /// 0 to 100.
@@ -96,6 +109,12 @@ fn render(rules: &BTreeMap<u64, Rule>) -> String {
                 input,
                 "ip saddr {from} meta l4proto tcp reject with tcp reset\nip saddr {from} reject"
             ),
+            Rule::RefuseTo { to } => {
+                writeln!(output, "ip daddr {to} meta l4proto tcp reject with tcp reset")
+            }
+            Rule::RefusePort { from, port } => {
+                writeln!(input, "ip saddr {from} tcp dport {port} reject with tcp reset")
+            }
             Rule::Lose { percent: 100.. } => writeln!(input, "iifname eth0 drop"),
             Rule::Lose { percent } => {
                 writeln!(input, "iifname eth0 numgen random mod 100 < {percent} drop")

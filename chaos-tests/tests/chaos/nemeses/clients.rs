@@ -70,6 +70,13 @@ impl Transfer {
         Ok(())
     }
 
+    /// The number of a client's attempt.
+    async fn attempt(&mut self, node: usize) -> Result<u64> {
+        let job = self.bed.cluster.job(&self.model.id).await?;
+        let placement = self.bed.cluster.placement(&job, node);
+        placement["attempt"].as_u64().context("attempt")
+    }
+
     async fn node(&mut self, node: usize) -> Result<Value> {
         let id = self.bed.cluster.nodes[node].clone();
         self.bed.cluster.get(&format!("/api/v1/nodes/{id}")).await
@@ -94,7 +101,7 @@ async fn a_frozen_client_is_suspected_and_keeps_its_work() -> Result<()> {
     let mut t = Transfer::new("frozen").await?;
     t.begin().await?;
     t.arrived(2 << 20).await?;
-    let before = t.node(1).await?;
+    let (before, attempt) = (t.node(1).await?, t.attempt(1).await?);
     let fault = Nemesis::FreezeClient(1).inject(&mut t.bed).await?;
     t.bed.cluster.wait_node_status(1, "suspected").await?;
     fault.heal(&mut t.bed).await?;
@@ -104,6 +111,13 @@ async fn a_frozen_client_is_suspected_and_keeps_its_work() -> Result<()> {
         before["incarnation"],
         "the same life"
     );
+    let id = t.model.id.clone();
+    t.bed.cluster.wait_ended(&id, LONG).await?;
+    assert_eq!(t.attempt(1).await?, attempt, "the same attempt goes on");
+    let url = format!("{}/metrics", t.bed.cluster.client_endpoints[1]);
+    let metrics = t.bed.cluster.http.get(url).send().await?.text().await?;
+    let again = "mooncake_client_refetched_bytes_total 0";
+    assert!(metrics.lines().any(|l| l == again), "not '{again}': {metrics}");
     t.finish().await
 }
 

@@ -5,6 +5,7 @@ mod disks;
 mod masters;
 mod network;
 mod sources;
+mod stalls;
 
 use crate::LONG;
 use anyhow::{Context, Result, ensure};
@@ -78,8 +79,19 @@ pub(crate) async fn write(bed: &Testbed, i: usize, id: &str) -> Result<u16> {
 
 /// The same with so many chunks of names that follow no pattern, 64 bytes each, so that all are in the log.
 pub(crate) async fn write_sized(bed: &Testbed, i: usize, id: &str, chunks: usize) -> Result<u16> {
-    let url = format!("{}/api/v1/model-distribution/jobs", bed.cluster.endpoints[i]);
-    let node = &bed.cluster.nodes[0];
+    let (url, node) = (&bed.cluster.endpoints[i], &bed.cluster.nodes[0]);
+    post_job(&bed.cluster.http, url, node, id, chunks).await
+}
+
+/// The same, to whatever is at `url`, for whatever node.
+pub(crate) async fn post_job(
+    http: &reqwest::Client,
+    url: &str,
+    node: &str,
+    id: &str,
+    chunks: usize,
+) -> Result<u16> {
+    let url = format!("{url}/api/v1/model-distribution/jobs");
     let names = json!({"model_id": id, "revision": "r1", "format": "bin", "provider": "test"});
     let mut manifest = names.clone();
     manifest["total_size_bytes"] = chunks.into();
@@ -99,7 +111,7 @@ pub(crate) async fn write_sized(bed: &Testbed, i: usize, id: &str, chunks: usize
     manifest["files"] = json!([file]);
     let body = json!({"job_id": id, "model": names, "manifest": manifest, "seed_node_id": node,
         "target_nodes": [node], "policy": {"max_attempts": 1}});
-    let answer = bed.cluster.http.post(url).json(&body).send().await?;
+    let answer = http.post(url).json(&body).send().await?;
     let status = answer.status().as_u16();
     let text = answer.text().await?;
     ensure!(!matches!(status, 400..429), "{status}: {text}");

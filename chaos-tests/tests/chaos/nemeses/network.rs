@@ -2,7 +2,11 @@
 
 use super::{leader_among, masters_only, probe, term, until, view, whole, write, write_sized};
 use anyhow::{Context, Result};
-use mooncake_chaos::{Nemesis, Testbed, Who, testbed::master_host};
+use mooncake_chaos::{
+    Filter, Nemesis, Testbed, TestbedOptions, Who,
+    testbed::{BalancerKind, master_host},
+};
+use serde_json::Value;
 use std::time::{Duration, Instant};
 
 #[tokio::test]
@@ -168,6 +172,131 @@ async fn a_far_leader_commits_after_the_way_there_and_back() -> Result<()> {
         assert_eq!(term(&bed, leader).await?, before, "no election");
     }
     fault.heal(&mut bed).await?;
+    whole(&mut bed).await?;
+    bed.finish();
+    Ok(())
+}
+
+#[tokio::test]
+async fn masters_that_are_far_from_each_other_elect_and_commit() -> Result<()> {
+    const ONE_WAY_MS: u64 = 50;
+    let mut bed = masters_only(|_| ()).await?;
+    whole(&mut bed).await?;
+    let fault = Nemesis::Delay(Who::All, ONE_WAY_MS).inject(&mut bed).await?;
+    for n in 0..2 {
+        let leader = leader_among(&bed, &[0, 1, 2]).await?;
+        let started = Instant::now();
+        assert_eq!(write(&bed, leader, &format!("far-{n}")).await?, 201);
+        let took = started.elapsed();
+        assert!(
+            took >= Duration::from_millis(2 * ONE_WAY_MS),
+            "{took:?}: nothing was delayed"
+        );
+        let before = term(&bed, leader).await?;
+        bed.cluster.masters[leader].kill();
+        let rest: Vec<usize> = (0..3).filter(|&i| i != leader).collect();
+        let next = leader_among(&bed, &rest).await?;
+        assert!(term(&bed, next).await? > before);
+        bed.cluster.masters[leader].start()?;
+    }
+    // Once elected, nobody is deposed by the way that heartbeats take.
+    let leader = leader_among(&bed, &[0, 1, 2]).await?;
+    bed.cluster.wait_ready().await?;
+    let before = term(&bed, leader).await?;
+    for n in 0..20 {
+        assert_eq!(write(&bed, leader, &format!("far-on-{n}")).await?, 201);
+    }
+    assert_eq!(term(&bed, leader).await?, before, "no election");
+    fault.heal(&mut bed).await?;
+    whole(&mut bed).await?;
+    bed.finish();
+    Ok(())
+}
+
+#[tokio::test]
+async fn a_packet_filter_that_refuses_on_the_leaders_behalf_deposes_nobody() -> Result<()> {
+    /// Many election time-outs, and longer than any lease.
+    const LONG_ENOUGH: Duration = Duration::from_secs(3);
+    let mut bed = masters_only(|_| ()).await?;
+    for filter in [Filter::AtFollower, Filter::AtLeader] {
+        let before = whole(&mut bed).await?;
+        let fault = Nemesis::RefuseLeader(filter).inject(&mut bed).await?;
+        let [leader, follower] = fault.victims[..] else {
+            anyhow::bail!("two ends")
+        };
+        let third = (0..3).find(|i| *i != leader && *i != follower).context("third")?;
+        // As from a dead process: at once.
+        let to = bed.rpc_address(leader)?;
+        let dial = tokio::net::TcpStream::connect(to);
+        let runtime = bed.network.host_mut(&master_host(follower))?.runtime()?;
+        let dialled = tokio::time::timeout(crate::LONG, runtime.spawn(dial)).await??;
+        let refused = dialled.err().context("it is not refused")?;
+        assert_eq!(refused.kind(), std::io::ErrorKind::ConnectionRefused);
+        let started = Instant::now();
+        let mut n = 0;
+        while started.elapsed() < LONG_ENOUGH {
+            for through in [leader, third] {
+                let id = format!("{filter:?}-{n}");
+                assert_eq!(write(&bed, through, &id).await?, 201, "{filter:?}");
+                n += 1;
+            }
+            assert_eq!(term(&bed, leader).await?, before, "{filter:?}: no election");
+        }
+        assert_eq!(probe(&bed, leader, "/leaderz").await, 200);
+        fault.heal(&mut bed).await?;
+        assert_eq!(whole(&mut bed).await?, before, "{filter:?}: no election");
+    }
+    bed.finish();
+    Ok(())
+}
+
+#[tokio::test]
+async fn a_leader_that_its_quorum_does_not_reach_is_left_by_the_front_door() -> Result<()> {
+    /// What a caller may be kept waiting for, once a cut-off leader is out.
+    const PROMPT: Duration = Duration::from_secs(1);
+    const IN_A_ROW: usize = 20;
+    let mut bed = Testbed::start(TestbedOptions {
+        clients: 1,
+        balancer: Some(BalancerKind::HaProxy),
+        ..Default::default()
+    })
+    .await?;
+    whole(&mut bed).await?;
+    let old = bed.cluster.leader().await?;
+    let rest: Vec<usize> = (0..3).filter(|&i| i != old).collect();
+    let [cut, b, c] = [old, rest[0], rest[1]].map(master_host);
+    // Only from the other masters: the balancer and the callers still reach it.
+    bed.network
+        .partition(&[&[cut.as_str()], &[b.as_str(), c.as_str()]])?;
+    let started = Instant::now();
+    until("the cut-off leader turns not ready", async || {
+        Ok(probe(&bed, old, "/readyz").await == 503)
+    })
+    .await?;
+    let took = started.elapsed();
+    assert!(
+        took < Duration::from_millis(2500),
+        "not ready only after {took:?}"
+    );
+    let view: Value = {
+        let url = format!("{}/readyz", bed.cluster.endpoints[old]);
+        bed.cluster.http.get(url).send().await?.json().await?
+    };
+    assert_eq!(view["code"], "no_leader", "{view:#}");
+    leader_among(&bed, &rest).await?;
+    let list = format!("{}/api/v1/nodes", bed.url());
+    until("the balancer sends nobody there any more", async || {
+        for _ in 0..IN_A_ROW {
+            let request = bed.cluster.http.get(&list).timeout(PROMPT);
+            if !request.send().await.is_ok_and(|a| a.status().is_success()) {
+                return Ok(false);
+            }
+        }
+        Ok(true)
+    })
+    .await?;
+    eprintln!("not ready after {took:?}, out after {:?}", started.elapsed());
+    bed.network.heal()?;
     whole(&mut bed).await?;
     bed.finish();
     Ok(())
