@@ -291,10 +291,15 @@ async fn evidence(bed: &mut Testbed, history: &History, convergence: Vec<Converg
     evidence.convergence = convergence;
     evidence.served = served(bed, &evidence)?;
     let mut logs = Vec::new();
+    for (id, master) in &bed.cluster.retired {
+        evidence
+            .elected
+            .extend(Elected::in_log(*id, &master.log()).map_err(|e| anyhow!(e))?);
+    }
     for (i, master) in bed.cluster.masters.iter_mut().enumerate() {
         // Not asked politely: what was acknowledged is on the disk.
         master.kill();
-        let id = i as u64 + 1;
+        let id = bed.cluster.ids[i];
         evidence
             .elected
             .extend(Elected::in_log(id, &master.log()).map_err(|e| anyhow!(e))?);

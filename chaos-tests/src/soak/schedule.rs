@@ -1,7 +1,7 @@
 //! Which faults come when, from a seed.
 
 use crate::{
-    nemesis::{Nemesis, Who},
+    nemesis::{Filter, Nemesis, Who},
     source::Behaviour,
 };
 use rand::{RngExt, SeedableRng, rngs::StdRng};
@@ -18,6 +18,7 @@ const MASTERS: f64 = 0.7;
 const SLOW_BITS_PER_SECOND: u64 = 2_000_000;
 const DELAY_MS: u64 = 60;
 const LOSS_PERCENT: u8 = 20;
+const HAND_OVERS: u32 = 10;
 const HOUR_S: i64 = 3600;
 const FLIPPED_BITS: u64 = 20;
 const SOURCE_BYTES: u64 = 100_000;
@@ -92,6 +93,12 @@ fn of_masters(rng: &mut StdRng, means: Means) -> Nemesis {
         (1, Nemesis::DiskFull(Leader)),
         (1, Nemesis::DiskFull(Follower)),
         (2, Nemesis::RollingRestart),
+        (2, Nemesis::RefuseLeader(Filter::AtFollower)),
+        (1, Nemesis::RefuseLeader(Filter::AtLeader)),
+        (2, Nemesis::TransferStorm { times: HAND_OVERS }),
+        (2, Nemesis::MembershipChurn),
+        (1, Nemesis::Wipe(Leader)),
+        (1, Nemesis::Wipe(Follower)),
     ];
     if means.clocks {
         choices.push((3, Nemesis::ClockJump(Leader, HOUR_S)));
@@ -184,7 +191,7 @@ mod tests {
                 assert_ne!(to, from);
             }
         }
-        assert_eq!(names.len(), 22 + 10, "{names:?}");
+        assert_eq!(names.len(), 28 + 10, "{names:?}");
         let without = Means {
             clocks: false,
             ..MEANS
