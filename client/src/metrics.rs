@@ -2,7 +2,7 @@
 
 use crate::{
     executor::{Reports, TaskKind, Totals},
-    session::Status,
+    session::{RoundTrips, Status},
     store::{ArtifactState, Store},
 };
 use prometheus_client::{
@@ -22,6 +22,8 @@ pub struct Sources {
     pub reports: Arc<Reports>,
     /// The session.
     pub status: watch::Receiver<Status>,
+    /// Of its heartbeats.
+    pub round_trips: RoundTrips,
     /// Bytes sent to peers.
     pub served_bytes: Arc<dyn Fn() -> u64 + Send + Sync>,
 }
@@ -153,6 +155,13 @@ pub fn render(sources: &Sources) -> Result<String, fmt::Error> {
         "Whether the leading master has this node",
         None,
         registered.into(),
+    );
+
+    registry.register_with_unit(
+        "heartbeat",
+        "From a heartbeat to the master's answer to it, since this process started",
+        Unit::Seconds,
+        sources.round_trips.seconds(),
     );
 
     let mut text = String::new();

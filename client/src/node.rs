@@ -197,6 +197,7 @@ impl Node {
             store: store.clone(),
             reports,
             status: session.status(),
+            round_trips: session.round_trips(),
             served_bytes,
         };
         let http = Http::new(node_id.clone(), store.clone(), metrics);

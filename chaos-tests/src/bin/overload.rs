@@ -1,23 +1,24 @@
 //! `overload`: what the masters do when more is asked of them than they can do.
 
-use anyhow::{Context, Result, ensure};
+use anyhow::{Result, ensure};
 use clap::Parser;
 use indicatif::ProgressBar;
-use mooncake_chaos::failover::{Load, Mooncake, Outcome, overload, percentile};
+use mooncake_chaos::{
+    failover::{Load, Outcome, generator, overload},
+    process,
+};
 use serde_json::json;
 use std::{process::ExitCode, time::Duration};
 
 const MEMORY_LIMIT_BYTES: u64 = 3 << 29;
-const PROBE_LIMIT: Duration = Duration::from_millis(100);
-/// The generator's own sockets and files beside one per poll.
-const SPARE_FILES: u64 = 8_192;
+const HEARTBEAT_LIMIT: Duration = Duration::from_millis(100);
 
 /// Opens thousands of long polls and offers more writes than three masters on this machine can take.
 ///
-/// The generator runs on one core. Exit code 0: refused with 429 or 503 and Retry-After instead of a collapse, no
-/// election, no node down, each master's peak memory at most 1.5 GiB, the leader's liveness probe within 100 ms in
-/// 99 of 100; 2: something of this did not hold; 1: it could not be measured. Needs root and Debian's iproute2, nftables
-/// and haproxy.
+/// The generator is a process of its own on one core. Exit code 0: refused with 429 or 503 and Retry-After instead of a
+/// collapse, no election, no node suspected or down, each master's peak memory at most 1.5 GiB, 99 of 100 heartbeats of
+/// the nodes answered within 100 ms; 2: something of this did not hold; 1: it could not be measured. Needs root and
+/// Debian's iproute2, nftables and haproxy.
 #[derive(Parser)]
 #[command(version)]
 struct Arguments {
@@ -39,6 +40,15 @@ struct Arguments {
 }
 
 fn main() -> ExitCode {
+    if std::env::args()
+        .nth(1)
+        .is_some_and(|first| first == generator::FLAG)
+    {
+        return match generator::main() {
+            Ok(()) => ExitCode::SUCCESS,
+            Err(error) => fail(&error),
+        };
+    }
     let arguments = Arguments::parse();
     match measure(&arguments) {
         Ok(outcome) => {
@@ -53,63 +63,38 @@ fn main() -> ExitCode {
                 ExitCode::from(2)
             }
         }
-        Err(error) => {
-            eprintln!("error: {error:#}");
-            ExitCode::FAILURE
-        }
+        Err(error) => fail(&error),
     }
+}
+
+fn fail(error: &anyhow::Error) -> ExitCode {
+    eprintln!("error: {error:#}");
+    ExitCode::FAILURE
 }
 
 fn measure(arguments: &Arguments) -> Result<Outcome> {
     ensure!(arguments.seconds > 0, "--seconds must be at least 1");
-    allow_files(arguments.polls as u64 + SPARE_FILES)?;
-    // The masters inherit nothing of the pinning: they are started before it.
+    let cores = std::thread::available_parallelism()?.get();
+    ensure!(
+        arguments.core < cores,
+        "--core {}: this machine has the cores 0 to {}",
+        arguments.core,
+        cores - 1
+    );
+    process::build_product()?;
     let runtime = tokio::runtime::Builder::new_current_thread()
         .enable_all()
         .build()?;
-    let mut subject = runtime.block_on(Mooncake::start())?;
-    pin(arguments.core)?;
     let load = Load {
         polls: arguments.polls,
         writes_per_s: arguments.writes_per_s,
         lasts: Duration::from_secs(arguments.seconds),
+        core: arguments.core,
     };
     let bar = ProgressBar::new(arguments.seconds);
-    let outcome = runtime.block_on(overload(&mut subject, load, || bar.inc(1)))?;
+    let outcome = runtime.block_on(overload(load, || bar.inc(1)))?;
     bar.finish_and_clear();
-    subject.finish();
     Ok(outcome)
-}
-
-/// This thread, and with it the runtime that runs on it, stays on one core.
-fn pin(core: usize) -> Result<()> {
-    ensure!(core < libc::CPU_SETSIZE as usize, "there is no core {core}");
-    // SAFETY: the set is plain data, all zeroes is the empty one; CPU_SET writes inside it as was checked above.
-    let pinned = unsafe {
-        let mut cores: libc::cpu_set_t = std::mem::zeroed();
-        libc::CPU_SET(core, &mut cores);
-        libc::sched_setaffinity(0, size_of::<libc::cpu_set_t>(), &cores)
-    };
-    ensure!(
-        pinned == 0,
-        "pinning the generator to core {core}: {}",
-        std::io::Error::last_os_error()
-    );
-    Ok(())
-}
-
-fn allow_files(wanted: u64) -> Result<()> {
-    use rustix::process::{Resource, Rlimit, getrlimit, setrlimit};
-    let limit = getrlimit(Resource::Nofile);
-    if limit.current.is_none_or(|current| current >= wanted) {
-        return Ok(());
-    }
-    let maximum = limit.maximum.map(|maximum| maximum.max(wanted));
-    let limit = Rlimit {
-        current: Some(wanted),
-        maximum,
-    };
-    setrlimit(Resource::Nofile, limit).with_context(|| format!("raising the limit of open files to {wanted}"))
 }
 
 /// What did not hold.
@@ -120,32 +105,33 @@ fn broken(outcome: &Outcome) -> Vec<String> {
             broken.push(what);
         }
     };
+    let generated = &outcome.generated;
     let (before, after) = outcome.terms;
     check(
         before == after,
         format!("the term went from {before} to {after}: there was an election"),
     );
     check(
-        outcome.nodes_not_up == 0,
-        format!("nodes were not up {} times", outcome.nodes_not_up),
+        outcome.nodes_lost == 0,
+        format!("nodes were suspected or down {} times", outcome.nodes_lost),
     );
     check(
-        outcome.without_retry_after == 0,
-        format!("{} refusals had no Retry-After", outcome.without_retry_after),
+        generated.without_retry_after == 0,
+        format!("{} refusals had no Retry-After", generated.without_retry_after),
     );
-    let unanswered = outcome.writes.get("unanswered").copied().unwrap_or(0);
+    let unanswered = generated.writes.get("unanswered").copied().unwrap_or(0);
     check(unanswered == 0, format!("{unanswered} writes were not answered"));
-    let strange: Vec<_> = outcome
+    let strange: Vec<_> = generated
         .writes
-        .keys()
-        .filter(|status| !["201", "429", "503", "not sent", "unanswered"].contains(&status.as_str()))
+        .iter()
+        .filter(|(status, _)| !["201", "429", "503", "not sent", "unanswered"].contains(&status.as_str()))
         .collect();
     check(
         strange.is_empty(),
         format!("writes were answered with {strange:?}"),
     );
     check(
-        !outcome.acknowledged.is_empty(),
+        !generated.acknowledged_us.is_empty(),
         "no write was acknowledged".into(),
     );
     for (master, peak) in outcome.peak_memory_bytes.iter().enumerate() {
@@ -154,28 +140,54 @@ fn broken(outcome: &Outcome) -> Vec<String> {
             format!("master {}: peak memory {} MiB", master + 1, peak >> 20),
         );
     }
-    let p99 = outcome.p99_probe();
+    let (count, due) = (outcome.heartbeats.count(), outcome.heartbeats_due);
     check(
-        p99 <= PROBE_LIMIT,
-        format!("the leader's probe: p99 {} ms", p99.as_millis()),
+        count * 10 >= due * 9,
+        format!("{count} heartbeats were answered, {due} were due"),
+    );
+    let p99 = outcome.heartbeats.at_most(0.99);
+    check(
+        p99.is_some_and(|p99| p99 <= HEARTBEAT_LIMIT),
+        format!("heartbeats: p99 {}", at_most(p99)),
     );
     broken
 }
 
+fn at_most(bound: Option<Duration>) -> String {
+    bound.map_or("beyond every bucket".into(), |at| {
+        format!("<= {} ms", at.as_millis())
+    })
+}
+
 fn print(outcome: &Outcome, broken: &[String]) {
-    println!("writes by status       {:?}", outcome.writes);
+    let generated = &outcome.generated;
+    let heartbeat = |p| at_most(outcome.heartbeats.at_most(p));
+    println!("writes by status       {:?}", generated.writes);
     println!(
-        "acknowledged writes    p50 {} ms, p99 {} ms",
-        percentile(&outcome.acknowledged, 0.5).as_millis(),
-        outcome.p99_write().as_millis()
+        "long polls             {} held, {} refused",
+        generated.polls_held, generated.polls_refused
     );
     println!(
-        "long polls             {} open, {} refused",
-        outcome.polls_open, outcome.polls_refused
+        "heartbeats             {} of {} due; p50 {}, p99 {}, max {}",
+        outcome.heartbeats.count(),
+        outcome.heartbeats_due,
+        heartbeat(0.5),
+        heartbeat(0.99),
+        heartbeat(1.0)
     );
     println!(
-        "leader's probe         p99 {} ms",
-        outcome.p99_probe().as_millis()
+        "probe's reads          {} answered, {} not; p50 {} ms, p99 {} ms",
+        outcome.reads.len(),
+        outcome.reads_failed,
+        outcome.read_at(0.5).as_millis(),
+        outcome.read_at(0.99).as_millis()
+    );
+    println!(
+        "probe's writes         {} acknowledged, {} not; p50 {} ms, p99 {} ms",
+        outcome.writes.len(),
+        outcome.writes_refused,
+        outcome.write_at(0.5).as_millis(),
+        outcome.write_at(0.99).as_millis()
     );
     let peaks: Vec<_> = outcome.peak_memory_bytes.iter().map(|b| b >> 20).collect();
     println!("peak memory, MiB       {peaks:?}");
@@ -183,7 +195,7 @@ fn print(outcome: &Outcome, broken: &[String]) {
         "term                   {} -> {}",
         outcome.terms.0, outcome.terms.1
     );
-    println!("nodes not up           {}", outcome.nodes_not_up);
+    println!("nodes suspected, down  {}", outcome.nodes_lost);
     for what in broken {
         println!("DOES NOT HOLD          {what}");
     }
@@ -191,17 +203,30 @@ fn print(outcome: &Outcome, broken: &[String]) {
 
 fn as_json(outcome: &Outcome, broken: &[String]) -> serde_json::Value {
     let ms = |at: Duration| at.as_micros() as f64 / 1000.0;
+    let heartbeat = |p| outcome.heartbeats.at_most(p).map(ms);
+    let generated = &outcome.generated;
     json!({
-        "writes": outcome.writes,
-        "p50_write_ms": ms(percentile(&outcome.acknowledged, 0.5)),
-        "p99_write_ms": ms(outcome.p99_write()),
-        "polls_open": outcome.polls_open,
-        "polls_refused": outcome.polls_refused,
-        "p99_probe_ms": ms(outcome.p99_probe()),
+        "writes": generated.writes,
+        "without_retry_after": generated.without_retry_after,
+        "polls_held": generated.polls_held,
+        "polls_refused": generated.polls_refused,
+        "heartbeats": outcome.heartbeats.count(),
+        "heartbeats_due": outcome.heartbeats_due,
+        "p50_heartbeat_at_most_ms": heartbeat(0.5),
+        "p99_heartbeat_at_most_ms": heartbeat(0.99),
+        "max_heartbeat_at_most_ms": heartbeat(1.0),
+        "probe_reads": outcome.reads.len(),
+        "probe_reads_failed": outcome.reads_failed,
+        "p50_probe_read_ms": ms(outcome.read_at(0.5)),
+        "p99_probe_read_ms": ms(outcome.read_at(0.99)),
+        "probe_writes": outcome.writes.len(),
+        "probe_writes_refused": outcome.writes_refused,
+        "p50_probe_write_ms": ms(outcome.write_at(0.5)),
+        "p99_probe_write_ms": ms(outcome.write_at(0.99)),
         "peak_memory_bytes": outcome.peak_memory_bytes,
         "term_before": outcome.terms.0,
         "term_after": outcome.terms.1,
-        "nodes_not_up": outcome.nodes_not_up,
+        "nodes_suspected_or_down": outcome.nodes_lost,
         "does_not_hold": broken,
     })
 }

@@ -103,6 +103,7 @@ async fn main() -> Result<()> {
 }
 
 async fn up(up: Up) -> Result<()> {
+    mooncake_chaos::process::build_product()?;
     let mut bed = Testbed::start(TestbedOptions {
         masters: up.masters,
         clients: up.clients,

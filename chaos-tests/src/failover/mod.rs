@@ -11,6 +11,7 @@
 //! takes some milliseconds to be complete on all hosts; they count.
 
 mod etcd;
+pub mod generator;
 mod handover;
 mod mooncake;
 mod overload;
@@ -20,7 +21,7 @@ mod run;
 pub use etcd::{Etcd, etcd_is_there};
 pub use handover::{Cost, HandOver, hand_over};
 pub use mooncake::{Answer, Mooncake, Write, term};
-pub use overload::{Load, Outcome, overload};
+pub use overload::{Heartbeats, Load, Outcome, overload};
 pub use report::Report;
 pub use run::{Counts, Plan, run};
 

@@ -9,8 +9,9 @@ use anyhow::{Context, Result, ensure};
 use futures_util::{FutureExt, future::BoxFuture};
 use reqwest::StatusCode;
 use serde_json::{Value, json};
-use std::{pin::Pin, time::Duration};
+use std::{path::PathBuf, pin::Pin, time::Duration};
 
+pub(super) const JOBS: &str = "/api/v1/model-distribution/jobs";
 const JOB: Duration = Duration::from_secs(60);
 const STOPPED: Duration = Duration::from_secs(60);
 
@@ -26,16 +27,22 @@ pub struct Mooncake {
     body: Value,
     /// Job ids of one series of writes differ from those of the next.
     series: u32,
-    folder: tempfile::TempDir,
+    folder: PathBuf,
 }
 
 impl Mooncake {
-    /// Starts it all.
+    /// Starts it all, with one node.
     pub async fn start() -> Result<Self> {
-        let folder = tempfile::tempdir()?;
-        let model = Model::create(folder.path(), "failover", &[("weights.bin", 4096)])?;
-        let mut bed = testbed(3, 1, Some(BalancerKind::HaProxy)).await?;
-        let source = bed.serve(folder.path()).await?.url.clone();
+        Self::start_with(1).await
+    }
+
+    /// Starts it all, with so many nodes.
+    pub async fn start_with(nodes: usize) -> Result<Self> {
+        let mut bed = testbed(3, nodes, Some(BalancerKind::HaProxy)).await?;
+        // Below the run's folder: removed with it, whatever happens.
+        let folder = bed.dir().join("models");
+        let model = Model::create(&folder, "failover", &[("weights.bin", 4096)])?;
+        let source = bed.serve(&folder).await?.url.clone();
         let node = bed.cluster.nodes[0].clone();
         let body = model.request("first", &source, &node, &[&node])?;
         bed.cluster.complete(&body, JOB).await?;
@@ -57,17 +64,19 @@ impl Mooncake {
         self.writer_at(self.bed.url())
     }
 
-    /// The same, to one master.
-    pub fn writer_at(&self, endpoint: &str) -> impl Fn(u64) -> Write + Send + 'static {
-        let url = format!("{endpoint}/api/v1/model-distribution/jobs");
-        let (http, template) = (self.bed.cluster.http.clone(), self.body.clone());
-        let series = self.series;
-        move |number| {
-            let mut body = template.clone();
-            body["job_id"] = format!("job-{series}-{number}").into();
-            let request = http.post(&url).json(&body);
-            Box::pin(async move { Ok(request.send().await?) })
-        }
+    fn writer_at(&self, endpoint: &str) -> impl Fn(u64) -> Write + Send + 'static {
+        let prefix = format!("job-{}-", self.series);
+        writer(self.bed.cluster.http.clone(), endpoint, self.body.clone(), prefix)
+    }
+
+    /// The body of every write, but for its job id.
+    pub fn body(&self) -> Value {
+        self.body.clone()
+    }
+
+    /// HTTP base URL of each node.
+    pub fn node_endpoints(&self) -> Vec<String> {
+        self.bed.cluster.client_endpoints.clone()
     }
 
     /// SIGTERM, and waits for its end.
@@ -108,7 +117,7 @@ impl Mooncake {
 
     /// A job that waits and goes on waiting: what it downloads comes byte by byte.
     pub async fn unfinished_job(&mut self) -> Result<String> {
-        let model = Model::create(self.folder.path(), "unfinished", &[("weights.bin", 8 << 20)])?;
+        let model = Model::create(&self.folder, "unfinished", &[("weights.bin", 8 << 20)])?;
         let source = self.bed.source()?;
         source.limit_rate(Some(1 << 10));
         let node = self.bed.cluster.nodes[0].clone();
@@ -117,11 +126,13 @@ impl Mooncake {
         Ok("unfinished".into())
     }
 
-    /// How many nodes are anything but `up`.
-    pub async fn nodes_not_up(&mut self) -> Result<u64> {
-        let nodes = self.bed.cluster.get("/api/v1/nodes?consistency=stale").await?;
-        let nodes = nodes["nodes"].as_array().context("no nodes")?;
-        Ok(nodes.iter().filter(|node| node["status"] != "up").count() as u64)
+    /// How many times a node of this cluster was suspected or declared down since its masters started, as they logged
+    /// it: nothing that happens between two looks is missed.
+    pub fn nodes_lost(&self) -> u64 {
+        let masters = self.bed.cluster.masters.iter();
+        let logs = masters.map(crate::Process::log);
+        logs.map(|log| log.lines().filter(|line| tells_of_a_lost_node(line)).count() as u64)
+            .sum()
     }
 
     /// Of each master.
@@ -182,6 +193,27 @@ impl Subject for Mooncake {
             Fault::CutOff => self.bed.network.heal(),
         }
     }
+}
+
+/// Makes writes to one master or balancer; their job ids are this prefix and a number.
+pub(super) fn writer(
+    http: reqwest::Client,
+    endpoint: &str,
+    template: Value,
+    prefix: String,
+) -> impl Fn(u64) -> Write + Send + 'static {
+    let url = format!("{endpoint}{JOBS}");
+    move |number| {
+        let mut body = template.clone();
+        body["job_id"] = format!("{prefix}{number}").into();
+        let request = http.post(&url).json(&body);
+        Box::pin(async move { Ok(request.send().await?) })
+    }
+}
+
+/// As the reconciler logs it when it commits it.
+fn tells_of_a_lost_node(line: &str) -> bool {
+    line.contains("node suspected") || line.contains("node down")
 }
 
 /// Only 201 will do.

@@ -1,21 +1,43 @@
 //! More than the masters can do: thousands of open long polls and more writes than they take.
+//!
+//! Three parts, so that none measures another's queue. The generator is a process of its own on one core
+//! ([`generate`]). The probe is a thread that keeps off that core and is served before it is preempted: a small read and
+//! one write ten times a second, as a caller meets the masters. And what decides whether nodes stay up is not looked at
+//! from outside at all: every node measures the round trips of its own heartbeats, and its `/metrics` are read before
+//! and after.
+//!
+//! Not measured: machines. Masters, nodes and generator share this one's cores, so that the masters have less than a
+//! machine each.
 
-use super::{GIVE_UP, Mooncake, Subject, percentile};
-use anyhow::{Context, Result};
-use reqwest::StatusCode;
+use super::{
+    GIVE_UP, Mooncake, Subject, generator,
+    generator::{Generated, Offer},
+    percentile,
+};
+use anyhow::{Context, Result, ensure};
 use std::{
     collections::BTreeMap,
+    os::unix::process::CommandExt,
+    process::Stdio,
+    sync::{
+        Arc,
+        atomic::{AtomicBool, Ordering},
+    },
     time::{Duration, Instant},
 };
-use tokio::{sync::mpsc, task::JoinSet};
+use tokio::io::{AsyncReadExt, AsyncWriteExt};
 
-/// How long one request may take before it counts as unanswered.
-const TIMEOUT: Duration = Duration::from_secs(30);
-/// Writes under way at once. What is offered beyond it is counted as not sent: a generator that queues without end
-/// would measure itself.
-const MAX_WRITES: usize = 4_000;
-/// A poll that is refused is opened again after this time, as `Retry-After` says.
-const REOPEN: Duration = Duration::from_secs(1);
+/// Nodes: enough heartbeats for a 99th percentile of a minute.
+const NODES: usize = 4;
+/// Between two probes of each kind.
+const PROBE_EVERY: Duration = Duration::from_millis(100);
+/// The probe's own threads run before others that want its core: it measures the masters, not its turn.
+const PROBE_NICENESS: i32 = -15;
+/// One of a second is sent by each node per second (`heartbeat_interval`).
+const HEARTBEAT_EVERY: Duration = Duration::from_secs(1);
+const HEARTBEAT: &str = "mooncake_client_heartbeat_seconds_bucket{le=\"";
+/// How long the generator may take beyond the load: it opens the polls first, and at the end waits for answers.
+const GENERATOR_SPARE: Duration = Duration::from_secs(90);
 
 /// What to offer.
 #[derive(Clone, Copy, Debug)]
@@ -26,178 +48,298 @@ pub struct Load {
     pub writes_per_s: u32,
     /// For how long.
     pub lasts: Duration,
+    /// The generator's.
+    pub core: usize,
 }
 
 /// What came of it.
 #[derive(Clone, Debug, Default)]
 pub struct Outcome {
-    /// Writes by HTTP status; `unanswered` and `not sent` beside them.
-    pub writes: BTreeMap<String, u64>,
-    /// Answers of 429 and 503 without `Retry-After`.
-    pub without_retry_after: u64,
-    /// Latencies of the writes that were acknowledged, sorted.
-    pub acknowledged: Vec<Duration>,
-    /// Long polls that were open in the middle of the load.
-    pub polls_open: usize,
-    /// Long polls that were refused, ever.
-    pub polls_refused: u64,
+    /// As the generator saw it.
+    pub generated: Generated,
     /// Peak resident memory of each master.
     pub peak_memory_bytes: Vec<u64>,
     /// Terms before and after: equal if there was no election.
     pub terms: (u64, u64),
-    /// Nodes that were anything but `up` when looked at, once a second.
-    pub nodes_not_up: u64,
-    /// Latencies of a liveness probe (`/livez`) of the leader, ten a second, sorted.
-    pub probes: Vec<Duration>,
+    /// How many times a node was suspected or declared down.
+    pub nodes_lost: u64,
+    /// Of the nodes, during the load.
+    pub heartbeats: Heartbeats,
+    /// How many there should be at least.
+    pub heartbeats_due: u64,
+    /// Small reads at the leader: latencies, sorted, of those answered with 200.
+    pub reads: Vec<Duration>,
+    /// Reads that were answered with something else, or not.
+    pub reads_failed: u64,
+    /// Writes at the leader: latencies, sorted, of those answered with 201.
+    pub writes: Vec<Duration>,
+    /// Writes that were refused, or not answered.
+    pub writes_refused: u64,
 }
 
-enum Event {
-    Wrote {
-        status: String,
-        took: Duration,
-        retry_after: bool,
-    },
-    PollOpened,
-    PollEnded {
-        refused: bool,
-        retry_after: bool,
-    },
-}
-
-/// Offers the load and looks at what it does. Run it on a runtime whose thread is pinned to one core, so that the
-/// generator does not take what the masters need.
-pub async fn overload(subject: &mut Mooncake, load: Load, mut progress: impl FnMut()) -> Result<Outcome> {
+/// Offers the load and looks at what it does. `program` is started as the generator, see [`generate`].
+pub async fn overload(load: Load, mut progress: impl FnMut()) -> Result<Outcome> {
+    let mut subject = Mooncake::start_with(NODES).await?;
     subject.begin_series();
-    let (leader, term) = tokio::time::timeout(GIVE_UP, subject.settled())
-        .await
-        .context("the masters do not settle")??;
-    let waiting = subject.unfinished_job().await?;
+    let (leader, term) = settled(&mut subject).await?;
     let endpoints = subject.endpoints();
-    let http = subject.http();
-    let (events, mut seen) = mpsc::unbounded_channel();
-    let mut tasks = JoinSet::new();
-    for number in 0..load.polls {
-        let url = format!(
-            "{}/api/v1/model-distribution/jobs/{waiting}?wait=60s",
-            endpoints[number % endpoints.len()]
-        );
-        let (http, events) = (http.clone(), events.clone());
-        tasks.spawn(async move {
-            loop {
-                let _ = events.send(Event::PollOpened);
-                let answer = http.get(&url).timeout(Duration::from_secs(75)).send().await;
-                let (refused, retry_after) = match &answer {
-                    Ok(answer) if answer.status() == StatusCode::OK => (false, true),
-                    Ok(answer) => (true, says_when(answer)),
-                    Err(_) => (true, true),
-                };
-                let _ = events.send(Event::PollEnded { refused, retry_after });
-                if refused {
-                    tokio::time::sleep(REOPEN).await;
-                }
-            }
+    let waiting = subject.unfinished_job().await?;
+    let offer = Offer {
+        polls: load.polls,
+        writes_per_s: load.writes_per_s,
+        lasts_ms: load.lasts.as_millis() as u64,
+        core: load.core,
+        endpoints: endpoints.clone(),
+        body: subject.body(),
+        waiting: waiting.clone(),
+    };
+    let probe = Probe::start(&subject, &endpoints[leader], &waiting, load.core)?;
+    let before = Heartbeats::read(&subject).await?;
+    let began = Instant::now();
+    let generated = run_generator(&offer, load.lasts + GENERATOR_SPARE, &mut progress).await?;
+    let lasted = began.elapsed();
+    let heartbeats = Heartbeats::read(&subject).await?.since(&before);
+    let probed = probe.stop()?;
+    let peak_memory_bytes = subject.peak_memory_bytes()?;
+    let (_, after) = settled(&mut subject).await.context("after the load")?;
+    let nodes_lost = subject.nodes_lost();
+    subject.finish();
+    Ok(Outcome {
+        generated,
+        peak_memory_bytes,
+        terms: (term, after),
+        nodes_lost,
+        heartbeats,
+        heartbeats_due: (lasted.as_secs() / HEARTBEAT_EVERY.as_secs()) * NODES as u64,
+        reads: probed.reads,
+        reads_failed: probed.reads_failed,
+        writes: probed.writes,
+        writes_refused: probed.writes_refused,
+    })
+}
+
+async fn settled(subject: &mut Mooncake) -> Result<(usize, u64)> {
+    tokio::time::timeout(GIVE_UP, subject.settled())
+        .await
+        .context("the masters do not settle")?
+}
+
+/// This program again, as the generator.
+async fn run_generator(offer: &Offer, deadline: Duration, progress: &mut impl FnMut()) -> Result<Generated> {
+    let mut command = std::process::Command::new(std::env::current_exe()?);
+    command
+        .arg(generator::FLAG)
+        .stdin(Stdio::piped())
+        .stdout(Stdio::piped());
+    // SAFETY: prctl is async-signal-safe; the kernel ends the generator with this thread, which waits for it.
+    unsafe {
+        command.pre_exec(|| {
+            let signal = Some(rustix::process::Signal::KILL);
+            rustix::process::set_parent_process_death_signal(signal).map_err(Into::into)
         });
     }
-    let writers: Vec<_> = endpoints
-        .iter()
-        .map(|endpoint| subject.writer_at(endpoint))
-        .collect();
-    let mut outcome = Outcome {
-        terms: (term, term),
-        ..Outcome::default()
+    let mut child = tokio::process::Command::from(command)
+        .kill_on_drop(true)
+        .spawn()?;
+    let mut input = child.stdin.take().context("no standard input")?;
+    input.write_all(&serde_json::to_vec(offer)?).await?;
+    drop(input);
+    let mut output = child.stdout.take().context("no standard output")?;
+    let ended = async {
+        let mut text = Vec::new();
+        output.read_to_end(&mut text).await?;
+        anyhow::Ok((child.wait().await?, text))
     };
-    let began = Instant::now();
-    let mut ticks = tokio::time::interval(Duration::from_secs(1) / load.writes_per_s);
-    ticks.set_missed_tick_behavior(tokio::time::MissedTickBehavior::Burst);
-    let mut looks = tokio::time::interval(Duration::from_secs(1));
-    let mut probes = tokio::time::interval(Duration::from_millis(100));
-    probes.set_missed_tick_behavior(tokio::time::MissedTickBehavior::Delay);
-    let (mut number, mut under_way, mut open) = (0u64, 0usize, 0usize);
-    let (probed, mut probe_answers) = mpsc::unbounded_channel();
-    while began.elapsed() < load.lasts {
+    tokio::pin!(ended);
+    let mut seconds = tokio::time::interval(Duration::from_secs(1));
+    let late = tokio::time::sleep(deadline);
+    tokio::pin!(late);
+    let (status, text) = loop {
         tokio::select! {
-            _ = ticks.tick() => {
-                if under_way >= MAX_WRITES {
-                    *outcome.writes.entry("not sent".into()).or_default() += 1;
-                    continue;
-                }
-                under_way += 1;
-                let write = writers[number as usize % writers.len()](number);
-                number += 1;
-                let events = events.clone();
-                tasks.spawn(async move {
-                    let sent = Instant::now();
-                    let event = match tokio::time::timeout(TIMEOUT, write).await {
-                        Ok(Ok(answer)) => Event::Wrote {
-                            status: answer.status().as_u16().to_string(),
-                            took: sent.elapsed(),
-                            retry_after: says_when(&answer),
-                        },
-                        _ => Event::Wrote { status: "unanswered".into(), took: sent.elapsed(), retry_after: true },
-                    };
-                    let _ = events.send(event);
-                });
-            }
-            _ = looks.tick() => {
-                outcome.nodes_not_up += subject.nodes_not_up().await.unwrap_or(0);
-                progress();
-            }
-            _ = probes.tick() => {
-                let request = http.get(format!("{}/livez", endpoints[leader])).timeout(TIMEOUT);
-                let probed = probed.clone();
-                tasks.spawn(async move {
-                    let sent = Instant::now();
-                    let _ = request.send().await;
-                    let _ = probed.send(sent.elapsed());
-                });
-            }
-            Some(took) = probe_answers.recv() => outcome.probes.push(took),
-            Some(event) = seen.recv() => match event {
-                Event::Wrote { status, took, retry_after } => {
-                    under_way -= 1;
-                    if status == "201" {
-                        outcome.acknowledged.push(took);
-                    }
-                    outcome.without_retry_after += u64::from(!retry_after);
-                    *outcome.writes.entry(status).or_default() += 1;
-                }
-                Event::PollOpened => {
-                    open += 1;
-                    outcome.polls_open = outcome.polls_open.max(open);
-                }
-                Event::PollEnded { refused, retry_after } => {
-                    open -= 1;
-                    outcome.polls_refused += u64::from(refused);
-                    outcome.without_retry_after += u64::from(!retry_after);
-                }
-            },
+            done = &mut ended => break done?,
+            () = &mut late => anyhow::bail!("the generator did not end within {deadline:?}"),
+            _ = seconds.tick() => progress(),
         }
-    }
-    tasks.shutdown().await;
-    outcome.peak_memory_bytes = subject.peak_memory_bytes()?;
-    let (_, after) = tokio::time::timeout(GIVE_UP, subject.settled())
-        .await
-        .context("the masters do not settle after the load")??;
-    outcome.terms.1 = after;
-    outcome.acknowledged.sort();
-    outcome.probes.sort();
-    Ok(outcome)
+    };
+    ensure!(status.success(), "the generator ended with {status}; see above");
+    serde_json::from_slice(&text).context("the generator's answer")
 }
 
-/// 429 and 503 must say when to come back.
-fn says_when(answer: &reqwest::Response) -> bool {
-    let later = [StatusCode::TOO_MANY_REQUESTS, StatusCode::SERVICE_UNAVAILABLE];
-    !later.contains(&answer.status()) || answer.headers().contains_key("retry-after")
+/// What the probe saw.
+#[derive(Default)]
+struct Probed {
+    reads: Vec<Duration>,
+    reads_failed: u64,
+    writes: Vec<Duration>,
+    writes_refused: u64,
+}
+
+struct Probe {
+    stop: Arc<AtomicBool>,
+    thread: std::thread::JoinHandle<Result<Probed>>,
+}
+
+impl Probe {
+    fn start(subject: &Mooncake, leader: &str, job: &str, not_on: usize) -> Result<Self> {
+        let stop = Arc::new(AtomicBool::new(false));
+        let read = format!("{leader}{}/{job}", super::mooncake::JOBS);
+        // A client of its own: its connections do not queue behind others.
+        let http = crate::cluster::http_client()?;
+        let write = super::mooncake::writer(http.clone(), leader, subject.body(), "probe-".into());
+        let thread = std::thread::Builder::new().name("probe".into()).spawn({
+            let stop = Arc::clone(&stop);
+            move || {
+                generator::keep_off(not_on)?;
+                // Refused without the right to it: then the numbers hold the probe's turns too.
+                let _ = rustix::process::setpriority_process(None, PROBE_NICENESS);
+                let runtime = tokio::runtime::Builder::new_current_thread()
+                    .enable_all()
+                    .build()?;
+                Ok(runtime.block_on(probe(http, read, write, &stop)))
+            }
+        })?;
+        Ok(Self { stop, thread })
+    }
+
+    fn stop(self) -> Result<Probed> {
+        self.stop.store(true, Ordering::Relaxed);
+        let probed = self.thread.join();
+        probed.map_err(|_| anyhow::anyhow!("the probe panicked"))?
+    }
+}
+
+async fn probe(
+    http: reqwest::Client,
+    read: String,
+    write: impl Fn(u64) -> super::Write,
+    stop: &AtomicBool,
+) -> Probed {
+    let mut probed = Probed::default();
+    let mut ticks = tokio::time::interval(PROBE_EVERY);
+    ticks.set_missed_tick_behavior(tokio::time::MissedTickBehavior::Delay);
+    let mut number = 0;
+    while !stop.load(Ordering::Relaxed) {
+        ticks.tick().await;
+        let timed = async |answer: super::Write| {
+            let sent = Instant::now();
+            let status = answer.await.ok().map(|answer| answer.status().as_u16());
+            (status, sent.elapsed())
+        };
+        let request = http.get(&read).timeout(generator::TIMEOUT).send();
+        let reading = timed(Box::pin(async { Ok(request.await?) }));
+        let writing = timed(write(number));
+        number += 1;
+        let ((read_status, read_took), (write_status, write_took)) = tokio::join!(reading, writing);
+        match read_status {
+            Some(200) => probed.reads.push(read_took),
+            _ => probed.reads_failed += 1,
+        }
+        match write_status {
+            Some(201) => probed.writes.push(write_took),
+            _ => probed.writes_refused += 1,
+        }
+    }
+    probed.reads.sort();
+    probed.writes.sort();
+    probed
+}
+
+/// Round trips by the upper end of their bucket, in microseconds; `u64::MAX`: slower than all.
+#[derive(Clone, Debug, Default, PartialEq, Eq)]
+pub struct Heartbeats(BTreeMap<u64, u64>);
+
+impl Heartbeats {
+    async fn read(subject: &Mooncake) -> Result<Self> {
+        let mut all = Self::default();
+        for endpoint in subject.node_endpoints() {
+            let url = format!("{endpoint}/metrics");
+            let text = subject.http().get(url).send().await?.text().await?;
+            all.add(&text).with_context(|| format!("{endpoint}/metrics"))?;
+        }
+        Ok(all)
+    }
+
+    /// Adds the cumulative buckets of one node's metrics.
+    fn add(&mut self, metrics: &str) -> Result<()> {
+        let mut lower = 0;
+        let mut found = false;
+        for line in metrics.lines().filter_map(|line| line.strip_prefix(HEARTBEAT)) {
+            let (end, count) = line.split_once("\"} ").context("not a bucket")?;
+            let end_us = match end {
+                "+Inf" => u64::MAX,
+                seconds => (seconds.parse::<f64>()? * 1e6).round() as u64,
+            };
+            let count: u64 = count.trim().parse()?;
+            *self.0.entry(end_us).or_default() += count - lower;
+            lower = count;
+            found = true;
+        }
+        ensure!(found, "no {HEARTBEAT}");
+        Ok(())
+    }
+
+    fn since(mut self, before: &Self) -> Self {
+        for (end, count) in &mut self.0 {
+            *count -= before.0.get(end).copied().unwrap_or(0).min(*count);
+        }
+        self
+    }
+
+    /// All of them.
+    pub fn count(&self) -> u64 {
+        self.0.values().sum()
+    }
+
+    /// No more than this for the share `p` of them; `None`: slower than the last bucket's end, or there are none.
+    pub fn at_most(&self, p: f64) -> Option<Duration> {
+        let rank = (p * self.count() as f64).ceil() as u64;
+        let mut seen = 0;
+        for (end_us, count) in &self.0 {
+            seen += count;
+            if seen >= rank && rank > 0 {
+                return (*end_us != u64::MAX).then(|| Duration::from_micros(*end_us));
+            }
+        }
+        None
+    }
 }
 
 impl Outcome {
-    /// The acknowledged write below which 99 % are.
-    pub fn p99_write(&self) -> Duration {
-        percentile(&self.acknowledged, 0.99)
+    /// The probe's read below which the share `p` is.
+    pub fn read_at(&self, p: f64) -> Duration {
+        percentile(&self.reads, p)
     }
 
-    /// The probe below which 99 % are.
-    pub fn p99_probe(&self) -> Duration {
-        percentile(&self.probes, 0.99)
+    /// The probe's write below which the share `p` of the acknowledged ones is.
+    pub fn write_at(&self, p: f64) -> Duration {
+        percentile(&self.writes, p)
+    }
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+
+    #[test]
+    fn heartbeats_of_all_nodes_since_the_start_of_the_load() {
+        let text = |counts: [u64; 3]| {
+            let [a, b, all] = counts;
+            format!(
+                "# TYPE\nmooncake_client_heartbeat_seconds_sum 1\n{HEARTBEAT}0.05\"}} {a}\n{HEARTBEAT}0.1\"}} {b}\n\
+                 {HEARTBEAT}+Inf\"}} {all}\n"
+            )
+        };
+        let mut before = Heartbeats::default();
+        before.add(&text([1, 1, 2])).unwrap();
+        let mut after = Heartbeats::default();
+        after.add(&text([90, 91, 93])).unwrap();
+        after.add(&text([10, 10, 10])).unwrap();
+        let during = after.since(&before);
+        assert_eq!(during.count(), 89 + 1 + 1 + 10);
+        assert_eq!(during.at_most(0.5), Some(Duration::from_millis(50)));
+        assert_eq!(during.at_most(0.99), Some(Duration::from_millis(100)));
+        assert_eq!(during.at_most(1.0), None);
+        assert_eq!(Heartbeats::default().at_most(0.99), None);
+        assert!(Heartbeats::default().add("nothing").is_err());
     }
 }

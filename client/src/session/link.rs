@@ -74,6 +74,7 @@ pub(super) struct Fixed {
     /// look up the masters' names.
     pub(super) space_turn: Arc<Semaphore>,
     pub(super) fence_turn: Arc<Semaphore>,
+    pub(super) round_trips: super::RoundTrips,
     /// Where the pump runs.
     pub(super) main: tokio::runtime::Handle,
     pub(super) stop: CancellationToken,
@@ -188,7 +189,9 @@ pub(super) async fn run(
     };
 
     blobs.restart();
-    let _heart = AbortOnDrop(tokio::spawn(heart(beats, interval, fixed.free_bytes.clone())));
+    fixed.round_trips.restart();
+    let (free_bytes, round_trips) = (fixed.free_bytes.clone(), fixed.round_trips.clone());
+    let _heart = AbortOnDrop(tokio::spawn(heart(beats, interval, free_bytes, round_trips)));
     let mut pump = AbortOnDrop(fixed.main.spawn(pump(fixed.facts.clone(), data.clone())));
     let silence = (interval * SILENT_INTERVALS).max(LEAST_SILENCE);
     let mut deadline = Instant::now() + silence;
@@ -238,7 +241,14 @@ pub(super) async fn run(
                     message: r.message,
                 };
             }
-            Some(MasterBody::Heartbeat(_) | MasterBody::Welcome(_)) => {}
+            Some(MasterBody::Heartbeat(beat)) => {
+                if beat.answers != 0 {
+                    fixed
+                        .round_trips
+                        .answered(beat.answers, std::time::Instant::now());
+                }
+            }
+            Some(MasterBody::Welcome(_)) => {}
             // Of a newer master; what it is about, it finds out from the reports.
             None => tracing::debug!("a frame that this version does not know"),
         }
@@ -335,7 +345,12 @@ fn describe(status: &tonic::Status) -> String {
     if text.is_empty() { status.to_string() } else { text }
 }
 
-async fn heart(beats: mpsc::Sender<pb::NodeFrame>, interval: Duration, free_bytes: Arc<AtomicU64>) {
+async fn heart(
+    beats: mpsc::Sender<pb::NodeFrame>,
+    interval: Duration,
+    free_bytes: Arc<AtomicU64>,
+    round_trips: super::RoundTrips,
+) {
     let mut ticks = tokio::time::interval(interval);
     ticks.set_missed_tick_behavior(tokio::time::MissedTickBehavior::Delay);
     for sequence in 1.. {
@@ -343,12 +358,14 @@ async fn heart(beats: mpsc::Sender<pb::NodeFrame>, interval: Duration, free_byte
         let beat = pb::Heartbeat {
             sequence,
             free_bytes: free_bytes.load(Ordering::Relaxed),
+            answers: 0,
         };
-        // One that waits is as good as two.
-        if let Err(mpsc::error::TrySendError::Closed(_)) =
-            beats.try_send(node_frame(NodeBody::Heartbeat(beat)))
-        {
-            return;
+        let at = std::time::Instant::now();
+        match beats.try_send(node_frame(NodeBody::Heartbeat(beat))) {
+            Ok(()) => round_trips.sent(sequence, at),
+            // One that waits is as good as two.
+            Err(mpsc::error::TrySendError::Full(_)) => {}
+            Err(mpsc::error::TrySendError::Closed(_)) => return,
         }
     }
 }

@@ -14,9 +14,11 @@
 mod blobs;
 pub mod dialer;
 mod link;
+mod meter;
 mod pump;
 
 pub use blobs::MAX_BLOBS_BYTES;
+pub use meter::RoundTrips;
 pub use pump::{Facts, PROGRESS_INTERVAL, wire_holding};
 
 use crate::executor::Executor;
@@ -82,6 +84,7 @@ pub enum Status {
 /// The running session.
 pub struct Session {
     status: watch::Receiver<Status>,
+    round_trips: RoundTrips,
     stop: CancellationToken,
     ended: oneshot::Receiver<()>,
 }
@@ -92,8 +95,10 @@ impl Session {
         let stop = CancellationToken::new();
         let (status_tx, status) = watch::channel(Status::Connecting);
         let (ended_tx, ended) = oneshot::channel();
+        let round_trips = RoundTrips::default();
         let fixed = Fixed {
             hello: config.hello,
+            round_trips: round_trips.clone(),
             register: config.register,
             facts,
             executor,
@@ -117,7 +122,17 @@ impl Session {
                 runtime.shutdown_background();
                 drop(ended_tx);
             })?;
-        Ok(Self { status, stop, ended })
+        Ok(Self {
+            status,
+            round_trips,
+            stop,
+            ended,
+        })
+    }
+
+    /// How long its heartbeats took.
+    pub fn round_trips(&self) -> RoundTrips {
+        self.round_trips.clone()
     }
 
     /// Where it is, now and later.

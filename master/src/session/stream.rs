@@ -45,8 +45,8 @@ const REGISTER_TIMEOUT: Duration = Duration::from_secs(10);
 const FRAME_QUEUE: usize = 8;
 /// Orders that wait behind blobs, per session. A full queue makes the planner try again.
 const ORDER_QUEUE: usize = 256;
-/// Heartbeats that wait for the network: one on its way, one due.
-const HEARTBEAT_QUEUE: usize = 2;
+/// Heartbeats that wait for the network: one on its way, one due, and the answer to the node's.
+const HEARTBEAT_QUEUE: usize = 3;
 /// Bytes of a blob in one frame.
 const BLOB_PART_BYTES: usize = MAX_SESSION_FRAME_BYTES * 3 / 4;
 /// Blobs remembered as sent, per session; beyond it they are sent again, which is harmless.
@@ -483,6 +483,11 @@ impl Opening {
                 ctx.sessions
                     .facts_mut()
                     .heartbeat(node, number, beat.free_bytes, ctx.now_ms());
+                // The node measures the round trip. Where the queue is full it hears from us anyway.
+                let _ = self.heartbeats.try_send(Body::Heartbeat(pb::Heartbeat {
+                    answers: beat.sequence,
+                    ..Default::default()
+                }));
             }
             Some(node_frame::Body::Holdings(holdings)) => {
                 let complete = holdings.inventory_complete;
@@ -575,7 +580,7 @@ async fn beat(heartbeats: mpsc::Sender<Body>, interval: Duration) {
         sequence += 1;
         let beat = Body::Heartbeat(pb::Heartbeat {
             sequence,
-            free_bytes: 0,
+            ..Default::default()
         });
         if let Err(mpsc::error::TrySendError::Closed(_)) = heartbeats.try_send(beat) {
             return;

@@ -186,6 +186,9 @@ impl Actor {
                     self.note(format!("blob {}/{}", part.index + 1, part.count));
                 }
                 Some(Down::Order(order)) => self.obey(order).await?,
+                Some(Down::Heartbeat(beat)) if beat.answers != 0 => {
+                    self.note(format!("heartbeat {} answered", beat.answers));
+                }
                 Some(Down::Redirect(redirect)) => {
                     self.note(format!("redirect {}", redirect.leader_address));
                     return Ok(());

@@ -84,8 +84,10 @@ async fn a_lost_node_is_suspected_then_down_and_comes_back() -> Result<()> {
     node.send(Up::Heartbeat(pb::Heartbeat {
         sequence: 1,
         free_bytes: 4711,
+        answers: 0,
     }))
     .await?;
+    node.got("heartbeat 1 answered").await?;
     cluster
         .until(0, &format!("/api/v1/nodes/{NODE}"), |a| {
             a.body["free_bytes"] == json!(4711)

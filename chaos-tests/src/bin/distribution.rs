@@ -1,0 +1,225 @@
+//! `distribution`: what losing the leader again and again costs a distribution.
+
+use anyhow::Result;
+use clap::Parser;
+use comfy_table::{Cell, CellAlignment, Table, presets};
+use indicatif::{ProgressBar, ProgressStyle};
+use mooncake_chaos::{
+    arguments::{parse_duration, parse_size},
+    distribution::{Distributed, Prepared, Setup, distribute},
+    process,
+    testbed::{parse_rate, run::before_removal},
+};
+use parking_lot::Mutex;
+use serde_json::json;
+use std::{process::ExitCode, sync::Arc, time::Duration};
+
+/// What the issue allows.
+const RATIO: f64 = 1.05;
+
+/// Distributes a model to nodes over shaped links, in turn without faults and with the leading master killed -9 (and
+/// started again) every few seconds, and compares the medians.
+///
+/// Exit code 0: with kills it takes at most 1.05 times as long, and no byte is fetched twice; 2: one of them does not
+/// hold; 1: it could not be measured. Needs root, Debian's iproute2, nftables and haproxy, and below the temporary folder
+/// (TMPDIR) the size of the model once for the source and once for each client.
+#[derive(Parser)]
+#[command(version)]
+struct Arguments {
+    /// Of the model.
+    #[arg(long, default_value = "2GiB", value_parser = parse_size)]
+    size: u64,
+    /// Targets; the first is the seed.
+    #[arg(long, default_value_t = 4, value_parser = clap::value_parser!(u8).range(1..=100))]
+    clients: u8,
+    /// From one kill to the next.
+    #[arg(long, default_value = "5s", value_parser = parse_duration)]
+    kill_every: Duration,
+    /// Rate of every link, both ways; low enough that the network is what takes the time, not this machine.
+    #[arg(long, default_value = "300mbit", value_parser = parse_rate)]
+    link: u64,
+    /// So many runs without kills, and as many with.
+    #[arg(long, default_value_t = 3, value_parser = clap::value_parser!(u8).range(1..))]
+    pairs: u8,
+    /// JSON instead of the table: one object per row and line.
+    #[arg(long)]
+    json: bool,
+}
+
+#[derive(Default)]
+struct Results {
+    at_rest: Vec<Distributed>,
+    killed: Vec<Distributed>,
+}
+
+#[tokio::main]
+async fn main() -> ExitCode {
+    let arguments = Arguments::parse();
+    match measure(&arguments).await {
+        Ok(true) => ExitCode::SUCCESS,
+        Ok(false) => ExitCode::from(2),
+        Err(error) => {
+            eprintln!("error: {error:#}");
+            ExitCode::FAILURE
+        }
+    }
+}
+
+async fn measure(arguments: &Arguments) -> Result<bool> {
+    process::build_product()?;
+    let setup = Setup {
+        size_bytes: arguments.size,
+        clients: arguments.clients.into(),
+        link_bits_per_s: arguments.link,
+    };
+    let folder = tempfile::Builder::new().prefix("mooncake-model-").tempdir()?;
+    let results = Arc::new(Mutex::new(Results::default()));
+    let json = arguments.json;
+    before_removal({
+        let (results, folder) = (Arc::clone(&results), folder.path().to_owned());
+        move || {
+            let _ = std::fs::remove_dir_all(folder);
+            eprintln!("interrupted: this is what was measured so far");
+            print(&results.lock(), &setup, json);
+        }
+    });
+    let done = all(arguments, &setup, folder.path(), &results).await;
+    let results = results.lock();
+    print(&results, &setup, json);
+    done?;
+    Ok(results.holds())
+}
+
+async fn all(
+    arguments: &Arguments,
+    setup: &Setup,
+    folder: &std::path::Path,
+    results: &Mutex<Results>,
+) -> Result<()> {
+    let prepared = Prepared::create(folder, setup)?;
+    let total = setup.size_bytes * setup.clients as u64;
+    for pair in 1..=arguments.pairs {
+        for kill_every in [None, Some(arguments.kill_every)] {
+            let style = ProgressStyle::with_template("{prefix} {bar:30} {bytes}/{total_bytes} {msg}")?;
+            let bar = ProgressBar::new(total).with_style(style);
+            let what = if kill_every.is_some() {
+                "with kills"
+            } else {
+                "at rest"
+            };
+            bar.set_prefix(format!("pair {pair} of {}, {what}", arguments.pairs));
+            let progress = |bytes, kills| {
+                bar.set_position(bytes);
+                bar.set_message(format!("{kills} kills"));
+            };
+            let one = distribute(setup, &prepared, kill_every, progress).await?;
+            bar.finish_and_clear();
+            let mut results = results.lock();
+            match kill_every {
+                None => results.at_rest.push(one),
+                Some(_) => results.killed.push(one),
+            }
+        }
+    }
+    Ok(())
+}
+
+impl Results {
+    fn runs(&self) -> impl Iterator<Item = &Distributed> {
+        self.at_rest.iter().chain(&self.killed)
+    }
+
+    /// Of the medians.
+    fn ratio(&self) -> Option<f64> {
+        Some(median(&self.killed)?.as_secs_f64() / median(&self.at_rest)?.as_secs_f64())
+    }
+
+    fn holds(&self) -> bool {
+        self.ratio().is_some_and(|ratio| ratio <= RATIO) && self.runs().all(|run| run.twice_bytes() == 0)
+    }
+}
+
+/// The lower of the two in the middle.
+fn median(runs: &[Distributed]) -> Option<Duration> {
+    let mut times: Vec<_> = runs.iter().map(|run| run.took).collect();
+    times.sort();
+    times.get(times.len().saturating_sub(1) / 2).copied()
+}
+
+fn print(results: &Results, setup: &Setup, json: bool) {
+    let kinds = [("at rest", &results.at_rest), ("leader killed", &results.killed)];
+    if json {
+        for (kind, runs) in kinds {
+            for run in runs {
+                let line = json!({
+                    "masters": kind,
+                    "size_bytes": setup.size_bytes,
+                    "clients": setup.clients,
+                    "link_bits_per_s": setup.link_bits_per_s,
+                    "took_s": run.took.as_secs_f64(),
+                    "kills": run.kills,
+                    "terms": run.terms,
+                    "source_again_bytes": run.source_again_bytes,
+                    "refetched_bytes": run.refetched_bytes,
+                    "duplicate_bytes": run.duplicate_bytes,
+                    "longest_unreadable_ms": run.longest_unreadable.as_millis() as u64,
+                });
+                println!("{line}");
+            }
+        }
+        let line = json!({
+            "masters": "compared",
+            "pairs": results.killed.len(),
+            "bound_s": setup.bound().as_secs_f64(),
+            "ratio": results.ratio(),
+            "holds": results.holds(),
+        });
+        println!("{line}");
+        return;
+    }
+    let mut table = Table::new();
+    table.load_style(presets::UTF8_FULL_CONDENSED);
+    table.set_header([
+        "masters",
+        "s",
+        "of the bound",
+        "kills",
+        "terms",
+        "source again B",
+        "refetched B",
+        "duplicate B",
+        "unreadable ms",
+    ]);
+    for (kind, runs) in kinds {
+        for run in runs {
+            let took = run.took.as_secs_f64();
+            let numbers = [
+                format!("{took:.2}"),
+                format!("{:.3}", took / setup.bound().as_secs_f64()),
+                run.kills.to_string(),
+                run.terms.to_string(),
+                run.source_again_bytes.to_string(),
+                run.refetched_bytes.to_string(),
+                run.duplicate_bytes.to_string(),
+                run.longest_unreadable.as_millis().to_string(),
+            ];
+            let mut row = vec![Cell::new(kind)];
+            row.extend(numbers.map(|number| Cell::new(number).set_alignment(CellAlignment::Right)));
+            table.add_row(row);
+        }
+    }
+    println!("{table}");
+    println!(
+        "bound: {:.2} s (size by rate); unreadable: the longest time for which the job's status could not be read",
+        setup.bound().as_secs_f64()
+    );
+    match results.ratio() {
+        Some(ratio) => println!(
+            "ratio of the medians of {} pairs: {ratio:.3} ({} is wanted); fetched twice: {} bytes (0 is wanted)",
+            results.killed.len(),
+            RATIO,
+            results.runs().map(Distributed::twice_bytes).sum::<u64>()
+        ),
+        None => println!("no pair was finished"),
+    }
+}
