@@ -176,6 +176,10 @@ fn print(outcome: &Outcome, broken: &[String]) {
         heartbeat(1.0)
     );
     println!(
+        "as all polls hang up   heartbeats max {}",
+        at_most(outcome.heartbeats_after.at_most(1.0))
+    );
+    println!(
         "probe's reads          {} answered, {} not; p50 {} ms, p99 {} ms",
         outcome.reads.len(),
         outcome.reads_failed,
@@ -215,6 +219,7 @@ fn as_json(outcome: &Outcome, broken: &[String]) -> serde_json::Value {
         "p50_heartbeat_at_most_ms": heartbeat(0.5),
         "p99_heartbeat_at_most_ms": heartbeat(0.99),
         "max_heartbeat_at_most_ms": heartbeat(1.0),
+        "max_heartbeat_after_at_most_ms": outcome.heartbeats_after.at_most(1.0).map(ms),
         "probe_reads": outcome.reads.len(),
         "probe_reads_failed": outcome.reads_failed,
         "p50_probe_read_ms": ms(outcome.read_at(0.5)),

@@ -7,7 +7,6 @@ use serde::{Deserialize, Serialize};
 use serde_json::Value;
 use std::{
     collections::BTreeMap,
-    io::Read,
     time::{Duration, Instant},
 };
 use tokio::{sync::mpsc, task::JoinSet};
@@ -79,22 +78,25 @@ enum Event {
     },
 }
 
-/// The generator's whole life: the offer on standard input, what came of it on standard output.
+/// The generator's whole life: the offer on the first line of standard input, what came of it on one of standard
+/// output. The polls stay open until standard input ends: ten thousand callers that hang up at once are a load of
+/// another kind.
 pub fn main() -> Result<()> {
-    let mut input = Vec::new();
-    std::io::stdin().read_to_end(&mut input)?;
-    let offer: Offer = serde_json::from_slice(&input).context("the offer on standard input")?;
+    let mut input = String::new();
+    std::io::stdin().read_line(&mut input)?;
+    let offer: Offer = serde_json::from_str(&input).context("the offer on standard input")?;
     allow_files((offer.polls + MAX_WRITES) as u64 + SPARE_FILES)?;
     pin_to(&[offer.core])?;
     let runtime = tokio::runtime::Builder::new_current_thread()
         .enable_all()
         .build()?;
-    let generated = runtime.block_on(generate(&offer))?;
-    println!("{}", serde_json::to_string(&generated)?);
-    Ok(())
+    let done = runtime.block_on(generate(&offer));
+    // A read of standard input that was left behind must not hold up the end.
+    runtime.shutdown_background();
+    done
 }
 
-async fn generate(offer: &Offer) -> Result<Generated> {
+async fn generate(offer: &Offer) -> Result<()> {
     let http = crate::cluster::http_client()?;
     let (events, mut seen) = mpsc::unbounded_channel();
     let mut tasks = JoinSet::new();
@@ -152,9 +154,11 @@ async fn generate(offer: &Offer) -> Result<Generated> {
             _ => break,
         }
     }
-    tasks.shutdown().await;
     outcome.acknowledged_us.sort_unstable();
-    Ok(outcome)
+    println!("{}", serde_json::to_string(&outcome)?);
+    tokio::task::spawn_blocking(|| std::io::copy(&mut std::io::stdin(), &mut std::io::sink())).await??;
+    tasks.shutdown().await;
+    Ok(())
 }
 
 async fn poll(http: reqwest::Client, url: String, number: usize, events: mpsc::UnboundedSender<Event>) {

@@ -25,7 +25,10 @@ use std::{
     },
     time::{Duration, Instant},
 };
-use tokio::io::{AsyncReadExt, AsyncWriteExt};
+use tokio::{
+    io::{AsyncBufReadExt, AsyncWriteExt, BufReader},
+    process::{Child, ChildStdin, ChildStdout},
+};
 
 /// Nodes: enough heartbeats for a 99th percentile of a minute.
 const NODES: usize = 4;
@@ -38,6 +41,9 @@ const HEARTBEAT_EVERY: Duration = Duration::from_secs(1);
 const HEARTBEAT: &str = "mooncake_client_heartbeat_seconds_bucket{le=\"";
 /// How long the generator may take beyond the load: it opens the polls first, and at the end waits for answers.
 const GENERATOR_SPARE: Duration = Duration::from_secs(90);
+
+/// How long heartbeats are looked at after the load.
+const AFTERMATH: Duration = Duration::from_secs(3);
 
 /// What to offer.
 #[derive(Clone, Copy, Debug)]
@@ -67,6 +73,8 @@ pub struct Outcome {
     pub heartbeats: Heartbeats,
     /// How many there should be at least.
     pub heartbeats_due: u64,
+    /// Those of the moments after it, when all polls hang up at once.
+    pub heartbeats_after: Heartbeats,
     /// Small reads at the leader: latencies, sorted, of those answered with 200.
     pub reads: Vec<Duration>,
     /// Reads that were answered with something else, or not.
@@ -96,10 +104,17 @@ pub async fn overload(load: Load, mut progress: impl FnMut()) -> Result<Outcome>
     let probe = Probe::start(&subject, &endpoints[leader], &waiting, load.core)?;
     let before = Heartbeats::read(&subject).await?;
     let began = Instant::now();
-    let generated = run_generator(&offer, load.lasts + GENERATOR_SPARE, &mut progress).await?;
+    let mut generator = Generator::start(&offer).await?;
+    let generated = generator
+        .answer(load.lasts + GENERATOR_SPARE, &mut progress)
+        .await?;
     let lasted = began.elapsed();
-    let heartbeats = Heartbeats::read(&subject).await?.since(&before);
+    let heartbeats = Heartbeats::read(&subject).await?;
     let probed = probe.stop()?;
+    generator.hang_up().await?;
+    tokio::time::sleep(AFTERMATH).await;
+    let heartbeats_after = Heartbeats::read(&subject).await?.since(&heartbeats);
+    let heartbeats = heartbeats.since(&before);
     let peak_memory_bytes = subject.peak_memory_bytes()?;
     let (_, after) = settled(&mut subject).await.context("after the load")?;
     let nodes_lost = subject.nodes_lost();
@@ -110,6 +125,7 @@ pub async fn overload(load: Load, mut progress: impl FnMut()) -> Result<Outcome>
         terms: (term, after),
         nodes_lost,
         heartbeats,
+        heartbeats_after,
         heartbeats_due: (lasted.as_secs() / HEARTBEAT_EVERY.as_secs()) * NODES as u64,
         reads: probed.reads,
         reads_failed: probed.reads_failed,
@@ -125,44 +141,72 @@ async fn settled(subject: &mut Mooncake) -> Result<(usize, u64)> {
 }
 
 /// This program again, as the generator.
-async fn run_generator(offer: &Offer, deadline: Duration, progress: &mut impl FnMut()) -> Result<Generated> {
-    let mut command = std::process::Command::new(std::env::current_exe()?);
-    command
-        .arg(generator::FLAG)
-        .stdin(Stdio::piped())
-        .stdout(Stdio::piped());
-    // SAFETY: prctl is async-signal-safe; the kernel ends the generator with this thread, which waits for it.
-    unsafe {
-        command.pre_exec(|| {
-            let signal = Some(rustix::process::Signal::KILL);
-            rustix::process::set_parent_process_death_signal(signal).map_err(Into::into)
-        });
-    }
-    let mut child = tokio::process::Command::from(command)
-        .kill_on_drop(true)
-        .spawn()?;
-    let mut input = child.stdin.take().context("no standard input")?;
-    input.write_all(&serde_json::to_vec(offer)?).await?;
-    drop(input);
-    let mut output = child.stdout.take().context("no standard output")?;
-    let ended = async {
-        let mut text = Vec::new();
-        output.read_to_end(&mut text).await?;
-        anyhow::Ok((child.wait().await?, text))
-    };
-    tokio::pin!(ended);
-    let mut seconds = tokio::time::interval(Duration::from_secs(1));
-    let late = tokio::time::sleep(deadline);
-    tokio::pin!(late);
-    let (status, text) = loop {
-        tokio::select! {
-            done = &mut ended => break done?,
-            () = &mut late => anyhow::bail!("the generator did not end within {deadline:?}"),
-            _ = seconds.tick() => progress(),
+struct Generator {
+    child: Child,
+    input: ChildStdin,
+    output: BufReader<ChildStdout>,
+}
+
+impl Generator {
+    async fn start(offer: &Offer) -> Result<Self> {
+        let mut command = std::process::Command::new(std::env::current_exe()?);
+        command
+            .arg(generator::FLAG)
+            .stdin(Stdio::piped())
+            .stdout(Stdio::piped());
+        // SAFETY: prctl is async-signal-safe; the kernel ends the generator with this thread, which waits for it.
+        unsafe {
+            command.pre_exec(|| {
+                let signal = Some(rustix::process::Signal::KILL);
+                rustix::process::set_parent_process_death_signal(signal).map_err(Into::into)
+            });
         }
-    };
-    ensure!(status.success(), "the generator ended with {status}; see above");
-    serde_json::from_slice(&text).context("the generator's answer")
+        let mut child = tokio::process::Command::from(command)
+            .kill_on_drop(true)
+            .spawn()?;
+        let mut input = child.stdin.take().context("no standard input")?;
+        let output = BufReader::new(child.stdout.take().context("no standard output")?);
+        let mut line = serde_json::to_vec(offer)?;
+        line.push(b'\n');
+        input.write_all(&line).await?;
+        Ok(Self { child, input, output })
+    }
+
+    /// What came of the offer. The polls are open until [`Generator::hang_up`].
+    async fn answer(&mut self, deadline: Duration, progress: &mut impl FnMut()) -> Result<Generated> {
+        let mut line = String::new();
+        {
+            let read = self.output.read_line(&mut line);
+            tokio::pin!(read);
+            let mut seconds = tokio::time::interval(Duration::from_secs(1));
+            let late = tokio::time::sleep(deadline);
+            tokio::pin!(late);
+            loop {
+                tokio::select! {
+                    read = &mut read => {
+                        read?;
+                        break;
+                    }
+                    () = &mut late => anyhow::bail!("the generator did not end within {deadline:?}"),
+                    _ = seconds.tick() => progress(),
+                }
+            }
+        }
+        ensure!(
+            !line.is_empty(),
+            "the generator ended without an answer; see above"
+        );
+        serde_json::from_str(&line).context("the generator's answer")
+    }
+
+    async fn hang_up(mut self) -> Result<()> {
+        drop(self.input);
+        let status = tokio::time::timeout(GENERATOR_SPARE, self.child.wait())
+            .await
+            .context("the generator does not end")??;
+        ensure!(status.success(), "the generator ended with {status}; see above");
+        Ok(())
+    }
 }
 
 /// What the probe saw.
