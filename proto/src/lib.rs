@@ -7,6 +7,7 @@
 //! - [`hello`] (feature `net`): the handshake that opens every connection between processes.
 //! - [`http`] (feature `net`): the accept loop of the HTTP ports.
 //! - [`text`]: what a message repeats of a caller, and how an error is told.
+//! - [`mesh`]: who copies from whom.
 //! - [`pb`]: the protobuf messages and, with feature `net`, the gRPC services.
 //!
 //! Nothing here does I/O, except for `hello` and `http`, which read and write the streams they are given.
@@ -21,6 +22,7 @@ pub mod hello;
 pub mod http;
 pub mod ids;
 pub mod manifest;
+pub mod mesh;
 pub mod pb;
 pub mod text;
 pub mod time;

@@ -5,20 +5,23 @@
 //! - A block is asked of a seed only while no other peer here has it: one copy out of the seed before any
 //!   second. Which receiver takes which block of those is settled by rendezvous hashing among the receivers, so
 //!   that they ask the seed for different ones; when the own share is used up they take from the others'
-//!   (with `unless_sent`, so that the seed declines what is on its way to somebody already).
-//! - A block that the rack has is not asked of another rack.
+//!   (with `unless_sent`, so that the seed declines what is on its way to somebody already), but not before the
+//!   other had [`SHARE_US`] to ask for it.
+//! - A block that the rack has is not asked of another rack. One that it has not is brought in by one of its
+//!   gateways (those of its members that have peers elsewhere; by rendezvous hashing again), unless it is a first
+//!   copy, which whoever gets it brings in.
 //! - Rarest first, ties in an order of this node's own, so that nodes differ.
 //! - Each peer has a window of outstanding requests which follows the bandwidth-delay product; it is one block
 //!   until a block of that peer was verified.
-//! - Starved (nothing to ask by these rules, and little outstanding, for [`STARVED_US`]): the first two rules
-//!   are suspended.
+//! - Starved (nothing to ask by these rules although somebody has what is missing, and little outstanding, for
+//!   [`STARVED_US`]): the first two rules are suspended.
 //! - Endgame: when everything missing is asked for, the last blocks are asked of a second, idle peer if the
 //!   first is late; at most 1 % of the blocks (but [`ENDGAME_MIN`] of them) are asked for twice.
 //! - A peer that owes and delivers nothing is stalled: others are asked instead, and it counts as a holder
 //!   again when it delivers. Stalled for long, it is to be dropped.
 //!
 //! Not guaranteed: global rarest-first (a node knows its own peers); for more than `SAMPLE` candidates the
-//! rarest of a sample is taken.
+//! rarest of a sample is taken, each time of another one.
 
 mod pace;
 mod shares;
@@ -26,10 +29,11 @@ mod types;
 
 use super::bits::{Bits, ones};
 pub use super::words::PeerIndex;
+use mooncake_proto::mesh::GATEWAYS;
+pub use mooncake_proto::mesh::hash_id;
 use pace::{Answer, Pace, WINDOW_MIN};
-pub use shares::hash_id;
 use shares::{Shares, weight};
-use std::collections::{BTreeMap, HashMap};
+use std::collections::{BTreeMap, HashMap, VecDeque};
 pub use types::{Decline, Delivery, PeerTraits, Pick, Stall};
 
 /// Most bytes outstanding at one peer: 10 Gbit/s over 25 ms.
@@ -37,6 +41,9 @@ pub const WINDOW_MAX_BYTES: u64 = 32 << 20;
 /// How long a block that a peer declined as `sent elsewhere` is not asked of it again: it usually is
 /// announced by the other one much earlier.
 const DEFER_US: u64 = 300_000;
+/// How long the receiver whose share a block is has to ask the seed for it, before others do: a few announcements and
+/// requests. While a source is slower than the links, whoever hears first would otherwise get every first copy.
+const SHARE_US: u64 = 100_000;
 /// How long a busy peer is left alone.
 const BUSY_US: u64 = 200_000;
 /// How long a node does nearly nothing before it may ask a seed for second copies.
@@ -52,7 +59,8 @@ const ENDGAME_BLOCKS: u32 = 64;
 /// Duplicates that are allowed whatever the number of blocks.
 const ENDGAME_MIN: u32 = 4;
 /// Candidates looked at for one choice: exact rarest-first for artifacts of the usual 2,000 blocks.
-const SAMPLE: u32 = 4096;
+/// Beyond, the rarest of so many is among the rarest hundredth, which is as good.
+const SAMPLE: u32 = 512;
 
 #[derive(Clone, Copy, Debug)]
 struct Asked {
@@ -118,13 +126,23 @@ pub struct Chooser {
     peers: BTreeMap<PeerIndex, Peer>,
     /// Holders that are not seeds, not stalled.
     relays: Vec<u16>,
-    /// Holders in the own rack, not stalled.
+    /// Of these, those in the own rack.
     near: Vec<u16>,
     /// All holders that are not stalled.
     holders: Vec<u16>,
     /// At whom a block is outstanding (canceled requests do not count).
     asked: HashMap<u32, Vec<PeerIndex>>,
+    /// Peers that are no seeds.
+    receivers: usize,
+    /// Which first copies of a seed are this node's, among all receivers that it knows.
     shares: Shares,
+    /// Blocks that a seed has had for less than [`SHARE_US`], and since when, in order.
+    fresh: Bits,
+    fresh_since: VecDeque<(u64, u32)>,
+    /// What it brings into its rack, among the gateways.
+    imports: Shares,
+    /// Choices so far.
+    choices: u64,
     starved_since_us: Option<u64>,
     duplicates: u32,
 }
@@ -148,7 +166,12 @@ impl Chooser {
             near: vec![0; blocks as usize],
             holders: vec![0; blocks as usize],
             asked: HashMap::new(),
+            receivers: 0,
             shares: Shares::new(node, blocks),
+            fresh: Bits::new(blocks),
+            fresh_since: VecDeque::new(),
+            imports: Shares::new(node, blocks),
+            choices: 0,
             starved_since_us: None,
             duplicates: 0,
         }
@@ -197,7 +220,9 @@ impl Chooser {
             self.peers.insert(peer, fresh).is_none(),
             "peer {peer} is there already"
         );
+        self.receivers += usize::from(!traits.seed);
         self.shares.stale();
+        self.imports.stale();
     }
 
     /// A peer is gone; what was asked of it is wanted again.
@@ -212,18 +237,25 @@ impl Chooser {
                 self.release(peer, block);
             }
         }
+        self.receivers -= usize::from(!gone.traits.seed);
         self.shares.stale();
+        self.imports.stale();
     }
 
-    /// A peer can be asked for a block.
-    pub fn announce(&mut self, peer: PeerIndex, block: u32) {
+    /// A peer can be asked for a block. Whether that is news of a block that is asked of nobody: there may be something
+    /// to choose that was not there before.
+    pub fn announce(&mut self, peer: PeerIndex, block: u32, now_us: u64) -> bool {
         let Some(p) = self.peers.get_mut(&peer) else {
-            return;
+            return false;
         };
-        if p.has.set(block) && p.stalled_since_us.is_none() {
-            let traits = p.traits;
+        let (news, traits, counts) = (p.has.set(block), p.traits, p.stalled_since_us.is_none());
+        if news && counts {
             self.count_one(&traits, block, true);
         }
+        if news && traits.seed && self.fresh.set(block) {
+            self.fresh_since.push_back((now_us, block));
+        }
+        news && self.wanted.get(block)
     }
 
     /// A peer cannot be asked for a block any more. `true`: it was asked, and what it would send is of no use;
@@ -308,7 +340,7 @@ impl Chooser {
         if !traits.seed {
             add(&mut self.relays[at]);
         }
-        if traits.near {
+        if !traits.seed && traits.near {
             add(&mut self.near[at]);
         }
     }
@@ -333,15 +365,8 @@ impl Chooser {
         } else if let Some(pick) = self.choose(now_us, Mode::Strict) {
             self.starved_since_us = None;
             Some(pick)
-        } else if self.asked.len() < WINDOW_MIN as usize {
-            let since = *self.starved_since_us.get_or_insert(now_us);
-            if now_us >= since + STARVED_US {
-                self.choose(now_us, Mode::Starved)
-            } else {
-                None
-            }
         } else {
-            None
+            self.starved(now_us)
         };
         if let Some(pick) = pick {
             let p = self.peers.get_mut(&pick.peer).expect("chosen among the peers");
@@ -363,60 +388,120 @@ impl Chooser {
         pick
     }
 
+    /// By the rules there is nothing to ask for.
+    fn starved(&mut self, now_us: u64) -> Option<Pick> {
+        if self.asked.len() >= WINDOW_MIN as usize {
+            return None;
+        }
+        // Who waits for what nobody has is not helped by a second copy.
+        let Some(pick) = self.choose(now_us, Mode::Starved) else {
+            self.starved_since_us = None;
+            return None;
+        };
+        let since = *self.starved_since_us.get_or_insert(now_us);
+        (now_us >= since + STARVED_US).then_some(pick)
+    }
+
     fn choose(&mut self, now_us: u64, mode: Mode) -> Option<Pick> {
-        let receivers = self.peers.values().filter(|p| !p.traits.seed);
+        self.refresh_shares();
+        self.choices += 1;
+        while let Some((since_us, block)) = self.fresh_since.front().copied()
+            && now_us >= since_us + SHARE_US
+        {
+            self.fresh_since.pop_front();
+            self.fresh.clear(block);
+        }
+        // The best peer mostly has something: the order of the others is not worth a list.
+        let mut tried = None;
+        loop {
+            let open = self
+                .peers
+                .iter()
+                .filter(|(_, p)| p.room(now_us) && p.has.ones() > 0);
+            let ranked = open.map(|(i, p)| (self.preference(*i, p, mode), *i));
+            let next = ranked.filter(|r| tried.is_none_or(|t| *r > t)).min()?;
+            if let Some(pick) = self.best_of(next.1, now_us, mode) {
+                return Some(pick);
+            }
+            tried = Some(next);
+        }
+    }
+
+    /// Whom to ask before whom, lowest first.
+    fn preference(&self, peer: PeerIndex, p: &Peer, mode: Mode) -> (u8, u32, u64) {
+        // What this node brings in, from a seed or from another rack, is what others wait for. In need, those come
+        // last.
+        let class = match (mode, p.traits.seed, p.traits.near) {
+            (Mode::Strict, true, _) => 0,
+            (Mode::Strict, false, false) => 1,
+            (Mode::Strict, false, true) => 2,
+            (Mode::Starved, false, true) => 3,
+            (Mode::Starved, false, false) => 4,
+            (Mode::Starved, true, _) => 5,
+        };
+        let load = p.asked.len() as u32 * 1024 / p.pace.window();
+        (class, load, weight(self.node, peer))
+    }
+
+    /// Whose is what, among those that are there now.
+    fn refresh_shares(&mut self) {
+        let (peers, node) = (&self.peers, self.node);
+        let receivers = || peers.values().map(|p| p.traits).filter(|t| !t.seed);
+        let and_this_one = |mut hashes: Vec<u64>| {
+            hashes.push(node);
+            hashes
+        };
         self.shares
-            .refresh(|| receivers.clone().map(|p| p.traits.hash).collect());
-        let mut order: Vec<_> = self
-            .peers
-            .iter()
-            .filter(|(_, p)| p.room(now_us) && p.has.ones() > 0)
-            .map(|(i, p)| {
-                // A seed first: its first copies are what everybody waits for. In need, it comes last.
-                let class = match (p.traits.seed, p.traits.near) {
-                    (true, _) if mode == Mode::Strict => 0,
-                    (false, true) => 1,
-                    (false, false) => 2,
-                    (true, _) => 3,
-                };
-                let load = p.asked.len() as u32 * 1024 / p.pace.window();
-                ((class, load, weight(self.node, *i)), *i)
-            })
-            .collect();
-        order.sort_unstable();
-        order
-            .into_iter()
-            .find_map(|(_, peer)| self.best_of(peer, now_us, mode))
+            .refresh(|| and_this_one(receivers().map(|t| t.hash).collect()));
+        self.imports.refresh(|| {
+            // The gateways of a rack are those of its members with the lowest hashes (`mooncake_proto::mesh`), and
+            // they know each other.
+            let near = receivers().filter(|t| t.near).map(|t| t.hash);
+            let mut rack = and_this_one(near.collect());
+            rack.sort_unstable();
+            rack.truncate(GATEWAYS);
+            rack
+        });
     }
 
     fn best_of(&self, peer: PeerIndex, now_us: u64, mode: Mode) -> Option<Pick> {
         let p = &self.peers[&peer];
-        let receivers = self.peers.values().filter(|q| !q.traits.seed).count();
-        let others = receivers - usize::from(!p.traits.seed);
+        let strict = mode == Mode::Strict;
         let words = self.wanted.words();
-        let start = (self.node % words as u64) as usize;
+        let start = (weight(self.node, self.choices as u32) % words as u64) as usize;
         let mut looked_at = 0;
         let mut best: Option<(Score, u32)> = None;
         for i in 0..words {
-            let w = (start + i) % words;
+            let w = if start + i < words {
+                start + i
+            } else {
+                start + i - words
+            };
             for bit in ones(self.wanted.word(w) & p.has.word(w)) {
                 let block = w as u32 * 64 + bit;
                 let at = block as usize;
-                // Canceled there and not answered yet: a second request would make two of one answer.
-                if p.asked.contains_key(&block) {
-                    continue;
-                }
-                if mode == Mode::Strict {
-                    let elsewhere = p.traits.seed && self.relays[at] > 0;
+                let first = self.relays[at] == 0;
+                if strict {
+                    let elsewhere = p.traits.seed && !first;
                     let nearer = !p.traits.near && self.near[at] > 0;
-                    if elsewhere || nearer || p.deferred.get(&block).is_some_and(|until| *until > now_us) {
+                    let not_my_import = !p.traits.near && !first && !self.imports.owns(block);
+                    let anothers = p.traits.seed && self.fresh.get(block) && !self.shares.owns(block);
+                    if elsewhere || nearer || not_my_import || anothers {
+                        continue;
+                    }
+                    if !p.deferred.is_empty() && p.deferred.get(&block).is_some_and(|until| *until > now_us) {
                         continue;
                     }
                 }
                 looked_at += 1;
                 let not_mine = p.traits.seed && !self.shares.owns(block);
+                let rough = (not_mine, self.holders[at]);
+                if best.is_some_and(|((not_mine, holders, _), _)| rough > (not_mine, holders)) {
+                    continue;
+                }
                 let score = (not_mine, self.holders[at], weight(self.node, block));
-                if best.is_none_or(|(s, _)| score < s) {
+                // Canceled there and not answered yet: a second request would make two of one answer.
+                if best.is_none_or(|(s, _)| score < s) && !p.asked.contains_key(&block) {
                     best = Some((score, block));
                 }
             }
@@ -425,9 +510,9 @@ impl Chooser {
             }
         }
         let (_, block) = best?;
-        let other_relays =
-            self.relays[block as usize] - u16::from(!p.traits.seed && p.stalled_since_us.is_none());
-        let unless_sent = mode == Mode::Strict && others > 0 && other_relays == 0;
+        // Of a relay no such thing is asked: it is one of many, and those who ask it do not all know each other.
+        let first_copy = p.traits.seed && self.relays[block as usize] == 0;
+        let unless_sent = strict && first_copy && self.receivers > 0;
         Some(Pick {
             peer,
             block,

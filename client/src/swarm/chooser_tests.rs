@@ -31,9 +31,18 @@ fn the_seed_is_asked_only_for_what_no_other_has() {
     let mut c = chooser(8);
     add(&mut c, 0, traits(0, true));
     add(&mut c, 1, traits(1, false));
-    (0..8).for_each(|b| c.announce(0, b));
-    (0..4).for_each(|b| c.announce(1, b));
-    let picks = drain(&mut c, 0);
+    (0..8).for_each(|b| {
+        c.announce(0, b, 0);
+    });
+    (0..4).for_each(|b| {
+        c.announce(1, b, 0);
+    });
+    let own = drain(&mut c, SHARE_US - 1);
+    assert!(
+        own.iter().all(|p| p.peer == 1 || c.shares.owns(p.block)),
+        "{own:?}"
+    );
+    let picks: Vec<Pick> = own.into_iter().chain(drain(&mut c, SHARE_US)).collect();
     for p in &picks {
         assert_eq!(p.peer, u32::from(p.block < 4), "{p:?}");
         assert_eq!(p.unless_sent, p.peer == 0, "{p:?}");
@@ -49,7 +58,9 @@ fn the_seed_is_asked_only_for_what_no_other_has() {
 fn alone_with_the_seed_everything_is_asked_of_it_without_condition() {
     let mut c = chooser(3);
     add(&mut c, 0, traits(0, true));
-    (0..3).for_each(|b| c.announce(0, b));
+    (0..3).for_each(|b| {
+        c.announce(0, b, 0);
+    });
     let picks = drain(&mut c, 0);
     assert_eq!(picks.len(), 3);
     assert!(picks.iter().all(|p| !p.unless_sent));
@@ -61,9 +72,15 @@ fn rarest_first_and_each_block_once() {
     for n in 0..3 {
         add(&mut c, n, traits(n, false));
     }
-    (0..6).for_each(|b| c.announce(0, b));
-    (0..4).for_each(|b| c.announce(1, b));
-    (0..2).for_each(|b| c.announce(2, b));
+    (0..6).for_each(|b| {
+        c.announce(0, b, 0);
+    });
+    (0..4).for_each(|b| {
+        c.announce(1, b, 0);
+    });
+    (0..2).for_each(|b| {
+        c.announce(2, b, 0);
+    });
     let picks = drain(&mut c, 0);
     let blocks: Vec<u32> = picks.iter().map(|p| p.block).collect();
     assert_eq!(
@@ -89,8 +106,12 @@ fn another_rack_is_asked_only_for_what_the_own_has_not() {
         },
     );
     add(&mut c, 1, traits(1, false));
-    (0..4).for_each(|b| c.announce(0, b));
-    (0..2).for_each(|b| c.announce(1, b));
+    (0..4).for_each(|b| {
+        c.announce(0, b, 0);
+    });
+    (0..2).for_each(|b| {
+        c.announce(1, b, 0);
+    });
     for p in drain(&mut c, 0) {
         assert_eq!(p.peer == 1, p.block < 2, "{p:?}");
     }
@@ -114,7 +135,9 @@ fn nodes_share_what_only_the_seed_has_among_them() {
                 },
             );
         }
-        (0..300).for_each(|b| c.announce(0, b));
+        (0..300).for_each(|b| {
+            c.announce(0, b, 0);
+        });
         for i in 0..60 {
             let pick = c.next(i).expect("the seed has it");
             assert!(seen.insert(pick.block), "block {} is taken twice", pick.block);
@@ -129,27 +152,94 @@ fn a_declined_block_is_asked_elsewhere_or_later() {
     let mut c = chooser(1);
     add(&mut c, 0, traits(0, true));
     add(&mut c, 1, traits(1, false));
-    c.announce(0, 0);
+    c.announce(0, 0, 0);
+    let begin = SHARE_US;
     assert_eq!(
-        c.next(0),
+        c.next(begin),
         Some(Pick {
             peer: 0,
             block: 0,
             unless_sent: true
         })
     );
-    assert_eq!(c.next(0), None);
-    c.declined(0, 0, Decline::SentElsewhere, 10);
-    assert_eq!(c.next(20), None, "it is on its way to somebody");
-    c.announce(1, 0);
-    assert_eq!(c.next(30).map(|p| p.peer), Some(1));
-    c.declined(1, 0, Decline::NotHeld, 40);
-    assert_eq!(c.next(50), None);
+    assert_eq!(c.next(begin), None);
+    c.declined(0, 0, Decline::SentElsewhere, begin + 10);
+    assert_eq!(c.next(begin + 20), None, "it is on its way to somebody");
+    c.announce(1, 0, begin);
+    assert_eq!(c.next(begin + 30).map(|p| p.peer), Some(1));
+    c.declined(1, 0, Decline::NotHeld, begin + 40);
+    assert_eq!(c.next(begin + 50), None);
     assert_eq!(
-        c.next(10 + DEFER_US).map(|p| p.peer),
+        c.next(begin + 10 + DEFER_US).map(|p| p.peer),
         Some(0),
         "nobody got it after all"
     );
+}
+
+#[test]
+fn who_waits_for_what_nobody_has_is_not_starved() {
+    let mut c = chooser(2);
+    add(&mut c, 0, traits(0, true));
+    add(&mut c, 1, traits(1, false));
+    for t in 0..10 {
+        assert_eq!(c.next(t * STARVED_US), None);
+    }
+    // The next block is asked for by the rules, not as a second copy at once.
+    c.announce(0, 0, 10 * STARVED_US);
+    c.announce(1, 0, 10 * STARVED_US);
+    c.peers.get_mut(&1).unwrap().busy_until_us = u64::MAX;
+    assert_eq!(c.next(10 * STARVED_US), None);
+    assert_eq!(c.next(11 * STARVED_US).map(|p| p.peer), Some(0));
+}
+
+#[test]
+fn a_gateway_brings_in_its_share_and_before_all_else() {
+    // Three gateways of one rack and a relay elsewhere that has everything.
+    let names = ["x", "y", "z"];
+    let mut imported = BTreeSet::new();
+    for me in names {
+        let mut c = Chooser::new(hash_id(me), 300, BS);
+        for (i, other) in names.iter().filter(|o| **o != me).enumerate() {
+            let t = PeerTraits {
+                hash: hash_id(other),
+                seed: false,
+                near: true,
+            };
+            add(&mut c, 1 + i as u32, t);
+        }
+        let far = PeerTraits {
+            near: false,
+            ..traits(9, false)
+        };
+        add(&mut c, 9, far);
+        (0..300).for_each(|b| {
+            c.announce(9, b, 0);
+        });
+        // What the rack has is not brought in again.
+        (0..30).for_each(|b| {
+            c.announce(1, b, 0);
+        });
+        let first = c.next(0).unwrap();
+        assert_eq!((first.peer, first.unless_sent), (9, false));
+        let mut picks = vec![first];
+        for i in 0.. {
+            let last = *picks.last().unwrap();
+            c.delivered(last.peer, last.block, BS.into(), i);
+            c.obtained(last.block);
+            match c.next(i) {
+                Some(pick) => picks.push(pick),
+                None => break,
+            }
+        }
+        for p in picks {
+            assert_eq!(p.peer == 9, p.block >= 30, "{p:?}");
+            assert!(
+                p.peer != 9 || imported.insert(p.block),
+                "{p:?} is brought in twice"
+            );
+        }
+    }
+    assert_eq!(imported, (30..300).collect(), "all of it is somebody's");
 }
 
 #[test]
@@ -157,7 +247,11 @@ fn a_starved_node_may_have_a_second_copy() {
     let mut c = chooser(4);
     add(&mut c, 0, traits(0, true));
     add(&mut c, 1, traits(1, false));
-    (0..4).for_each(|b| (0..2).for_each(|p| c.announce(p, b)));
+    (0..4).for_each(|b| {
+        (0..2).for_each(|p| {
+            c.announce(p, b, 0);
+        })
+    });
     let first = drain(&mut c, 0);
     assert!(first.iter().all(|p| p.peer == 1));
     for p in first {
@@ -183,12 +277,12 @@ fn a_starved_node_may_have_a_second_copy() {
 fn a_stalled_peer_is_passed_over_until_it_delivers() {
     let mut c = chooser(2);
     add(&mut c, 0, traits(0, false));
-    c.announce(0, 0);
-    c.announce(0, 1);
+    c.announce(0, 0, 0);
+    c.announce(0, 1, 0);
     assert_eq!(drain(&mut c, 0).len(), 2);
     assert_eq!(c.tick(STALL_US * 3), [], "nobody else has these");
     add(&mut c, 1, traits(1, false));
-    c.announce(1, 0);
+    c.announce(1, 0, 0);
     let stalls = c.tick(STALL_US * 3);
     assert_eq!(
         stalls,
@@ -203,7 +297,7 @@ fn a_stalled_peer_is_passed_over_until_it_delivers() {
         Some(Pick {
             peer: 1,
             block: 0,
-            unless_sent: true
+            unless_sent: false
         })
     );
     // The stalled one delivers after all: the other is told.
@@ -225,7 +319,7 @@ fn a_peer_that_stays_stalled_is_dropped() {
     let mut c = chooser(1);
     for n in 0..2 {
         add(&mut c, n, traits(n, false));
-        c.announce(n, 0);
+        c.announce(n, 0, 0);
     }
     let first = c.next(0).unwrap();
     assert_eq!(c.tick(STALL_US).len(), 1);
@@ -248,12 +342,12 @@ fn a_request_whose_word_does_not_count_any_more_stands_in_nobodys_way() {
     for n in 0..2 {
         add(&mut c, n, traits(n, false));
     }
-    c.announce(0, 0);
+    c.announce(0, 0, 0);
     assert_eq!(c.next(0).map(|p| p.peer), Some(0));
     // Another word counts: 1 has the right block, what 0 would send is of no use.
     assert!(c.retract(0, 0), "the request is to be canceled");
     assert!(!c.retract(0, 0), "once");
-    c.announce(1, 0);
+    c.announce(1, 0, 0);
     assert_eq!(c.next(1).map(|p| p.peer), Some(1), "at once");
     // It does not even answer the cancel: it is stalled, then dropped.
     c.delivered(1, 0, BS.into(), 2);
@@ -272,7 +366,9 @@ fn endgame_asks_a_second_peer_for_late_blocks_only_and_rarely() {
     let mut c = chooser(8);
     for n in 0..4 {
         add(&mut c, n, traits(n, false));
-        (0..8).for_each(|b| c.announce(n, b));
+        (0..8).for_each(|b| {
+            c.announce(n, b, 0);
+        });
     }
     let first = drain(&mut c, 0);
     assert_eq!(first.len(), 8);
@@ -306,7 +402,9 @@ fn endgame_asks_a_second_peer_for_late_blocks_only_and_rarely() {
 fn a_new_peer_gets_one_block_to_prove_itself() {
     let mut c = chooser(20);
     c.add_peer(1, traits(1, false));
-    (0..20).for_each(|b| c.announce(1, b));
+    (0..20).for_each(|b| {
+        c.announce(1, b, 0);
+    });
     let first = drain(&mut c, 0);
     assert_eq!(first.len(), 1);
     c.delivered(1, first[0].block, BS.into(), 1000);
@@ -323,7 +421,9 @@ fn a_new_peer_gets_one_block_to_prove_itself() {
 fn the_window_follows_the_path() {
     let mut c = chooser(4000);
     add(&mut c, 0, traits(0, false));
-    (0..4000).for_each(|b| c.announce(0, b));
+    (0..4000).for_each(|b| {
+        c.announce(0, b, 0);
+    });
     // 100 MB/s with 50 ms of latency: a block takes 2.6 ms on the wire, 19 are in flight.
     let (mut now, mut wire_free, mut flying) = (0, 0, std::collections::VecDeque::new());
     let mut most = 0;
@@ -398,7 +498,7 @@ proptest! {
                     open.retain(|o| o.peer != p);
                 }
                 Op::Announce(p, b) => {
-                    c.announce(p, b % blocks);
+                    c.announce(p, b % blocks, now);
                     if let Some((_, has)) = peers.get_mut(&p) {
                         has.insert(b % blocks);
                     }
@@ -458,10 +558,11 @@ proptest! {
                 };
                 prop_assert_eq!(c.holders[b as usize], live(&|_| true));
                 prop_assert_eq!(c.relays[b as usize], live(&|t| !t.seed));
-                prop_assert_eq!(c.near[b as usize], live(&|t| t.near));
+                prop_assert_eq!(c.near[b as usize], live(&|t| t.near && !t.seed));
                 let idle = !c.have.get(b) && !c.verifying.get(b) && !c.asked.contains_key(&b);
                 prop_assert_eq!(c.wanted.get(b), idle, "block {}", b);
             }
+            prop_assert_eq!(c.receivers, peers.values().filter(|(t, _)| !t.seed).count());
         }
         // From here everybody behaves: it ends, with all that anybody has.
         let reachable: BTreeSet<u32> =

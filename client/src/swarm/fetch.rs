@@ -296,8 +296,9 @@ impl Fetch {
                 self.cancel(peer, block);
             }
         }
+        let now_us = self.now_us();
         for peer in change.usable {
-            self.chooser.announce(peer, block);
+            self.chooser.announce(peer, block, now_us);
         }
     }
 

@@ -4,8 +4,8 @@
 //!   published ones, goes to whoever asks, block by block, from the first one on.
 //! - [`Swarm::fetch`] brings one artifact to this node from any peers that have it.
 //!
-//! [`chooser`] (what to ask of whom), [`words`] (which digest to expect), [`sent`] (one copy before a second)
-//! and [`bits`] are pure; `link` is the puller's end of a connection, `serve` the server's, `fetch` the loop
+//! [`chooser`] (what to ask of whom), [`words`] (which digest to expect), [`sent`] (one copy before a second),
+//! [`slots`] (who sends next) and [`bits`] are pure, and [`simulation`] drives them with thousands of nodes; `link` is the puller's end of a connection, `serve` the server's, `fetch` the loop
 //! that joins them.
 //!
 //! # Guaranteed
@@ -34,8 +34,8 @@ mod link;
 mod repair;
 pub mod sent;
 mod serve;
-#[cfg(test)]
-mod simulation;
+pub mod simulation;
+pub mod slots;
 #[cfg(test)]
 mod tests;
 pub mod words;

@@ -5,11 +5,12 @@
 //! here, or is about to, the answer is no, and the block is soon to be had there. The promise lapses when the
 //! other one disconnects, or when it had [`HOLD_MS`] since the block went out and still somebody asks.
 
-use std::collections::{HashMap, HashSet};
+use super::slots::Rank;
+use std::collections::{HashMap, HashSet, VecDeque};
 
 /// How long a puller that got a block has to announce it, before another one is served the same block: many
 /// times what a verification and a batch of announcements take, yet short against a stalled transfer.
-pub const HOLD_MS: u64 = 3000;
+pub const HOLD_MS: u64 = 1000;
 
 /// One connection of this node, in either direction of time unique.
 pub type ConnectionId = u64;
@@ -27,8 +28,10 @@ enum Fate {
 pub struct SentLog {
     blocks: HashMap<u32, (ConnectionId, Fate)>,
     connected: HashSet<ConnectionId>,
-    #[cfg(test)]
-    copies: u64,
+    /// What was sent, in order, as far as it still matters.
+    order: VecDeque<(u64, u32)>,
+    /// By block: copies that went out or are due.
+    copies: Vec<u16>,
 }
 
 impl SentLog {
@@ -43,42 +46,60 @@ impl SentLog {
     }
 
     /// Whether `who` may have `block`; if so it is noted as due to it.
-    pub fn admit(&mut self, who: ConnectionId, block: u32, unless_sent: bool, now_ms: u64) -> bool {
+    pub fn admit(&mut self, who: ConnectionId, block: u32, unless_sent: bool, now_ms: u64) -> Option<Rank> {
         if unless_sent
             && let Some((other, fate)) = self.blocks.get(&block)
             && *other != who
             && self.connected.contains(other)
         {
             match fate {
-                Fate::Due => return false,
-                Fate::Sent { at_ms } if now_ms < at_ms + HOLD_MS => return false,
+                Fate::Due => return None,
+                Fate::Sent { at_ms } if now_ms < at_ms + HOLD_MS => return None,
                 Fate::Sent { .. } => {}
             }
         }
         self.blocks.insert(block, (who, Fate::Due));
-        true
+        let at = block as usize;
+        if self.copies.len() <= at {
+            self.copies.resize(at + 1, 0);
+        }
+        self.copies[at] = self.copies[at].saturating_add(1);
+        Some(if self.copies[at] == 1 {
+            Rank::First
+        } else {
+            Rank::Again
+        })
     }
 
     /// The block went out to `who`.
     pub fn sent(&mut self, who: ConnectionId, block: u32, now_ms: u64) {
-        #[cfg(test)]
-        {
-            self.copies += 1;
-        }
+        self.forget(now_ms);
         self.blocks.insert(block, (who, Fate::Sent { at_ms: now_ms }));
+        self.order.push_back((now_ms, block));
+    }
+
+    /// Who sent what when is of no use after a while.
+    fn forget(&mut self, now_ms: u64) {
+        while let Some((at_ms, block)) = self.order.front().copied()
+            && now_ms >= at_ms + HOLD_MS
+        {
+            self.order.pop_front();
+            if let Some((_, Fate::Sent { at_ms })) = self.blocks.get(&block)
+                && now_ms >= at_ms + HOLD_MS
+            {
+                self.blocks.remove(&block);
+            }
+        }
     }
 
     /// The block will not go out to `who` after all.
     pub fn dropped(&mut self, who: ConnectionId, block: u32) {
+        if let Some(copies) = self.copies.get_mut(block as usize) {
+            *copies = copies.saturating_sub(1);
+        }
         if matches!(self.blocks.get(&block), Some((w, Fate::Due)) if *w == who) {
             self.blocks.remove(&block);
         }
-    }
-
-    /// How many blocks went out, copies counted.
-    #[cfg(test)]
-    pub fn copies(&self) -> u64 {
-        self.copies
     }
 }
 
@@ -90,16 +111,19 @@ mod tests {
     fn one_copy_before_a_second() {
         let mut log = SentLog::default();
         (1..=3).for_each(|c| log.connect(c));
-        assert!(log.admit(1, 7, true, 0));
-        assert!(!log.admit(2, 7, true, 1), "due to 1");
-        assert!(log.admit(1, 7, true, 1), "1 itself may ask again");
+        assert!(log.admit(1, 7, true, 0).is_some());
+        assert!(log.admit(2, 7, true, 1).is_none(), "due to 1");
+        assert!(log.admit(1, 7, true, 1).is_some(), "1 itself may ask again");
         log.sent(1, 7, 10);
-        assert!(!log.admit(2, 7, true, 10 + HOLD_MS - 1), "1 will announce it");
-        assert!(log.admit(2, 7, true, 10 + HOLD_MS), "1 had its time");
-        log.dropped(2, 7);
-        assert!(log.admit(3, 7, true, 11 + HOLD_MS), "2 will not get it");
         assert!(
-            log.admit(2, 7, false, 12 + HOLD_MS),
+            log.admit(2, 7, true, 10 + HOLD_MS - 1).is_none(),
+            "1 will announce it"
+        );
+        assert!(log.admit(2, 7, true, 10 + HOLD_MS).is_some(), "1 had its time");
+        log.dropped(2, 7);
+        assert!(log.admit(3, 7, true, 11 + HOLD_MS).is_some(), "2 will not get it");
+        assert!(
+            log.admit(2, 7, false, 12 + HOLD_MS).is_some(),
             "who does not say `unless` is served"
         );
     }
@@ -109,10 +133,9 @@ mod tests {
         let mut log = SentLog::default();
         log.connect(1);
         log.connect(2);
-        assert!(log.admit(1, 0, true, 0));
+        assert!(log.admit(1, 0, true, 0).is_some());
         log.sent(1, 0, 0);
         log.disconnect(1);
-        assert!(log.admit(2, 0, true, 1));
-        assert_eq!(log.copies(), 1);
+        assert_eq!(log.admit(2, 0, true, 1), Some(Rank::Again));
     }
 }

@@ -1,14 +1,21 @@
 //! The server's end of data connections: announces what this node verified, and sends it.
 //!
 //! Guaranteed: only verified blocks leave this node; every request is answered once; at most `max_uploads`
-//! blocks are being sent at a time, connections taking turns block by block in the order in which they came;
+//! blocks are being sent at a time, first copies before others ([`super::slots`]), connections taking turns block by
+//! block;
 //! no block keeps its slot for longer than [`crate::transport::block_time`] allows;
 //! a request that gets no slot in [`BUSY_AFTER`] is told `busy`. Not guaranteed: that the disk still gives back
 //! what was verified (the receiver checks).
 
 mod answers;
+mod turns;
 
-use super::sent::{ConnectionId, SentLog};
+pub(super) use answers::ANNOUNCE_INTERVAL;
+
+use super::{
+    sent::{ConnectionId, SentLog},
+    slots::{Rank, next_of},
+};
 use crate::{
     store::{Artifact, Store},
     transport::{
@@ -40,6 +47,7 @@ use tokio::{
     task::JoinSet,
 };
 use tokio_util::sync::CancellationToken;
+use turns::{Turn, Turns};
 
 /// Most data connections that are served: every node of the largest cluster dials at most one or two.
 const MAX_CONNECTIONS: usize = 2048;
@@ -56,7 +64,7 @@ const MAX_QUEUED_REQUESTS: usize = 8192;
 /// Control messages that wait on one connection before those who make them have to wait.
 const CONTROL_QUEUE: usize = 64;
 /// How long a request waits for an upload slot before it is declined as busy.
-const BUSY_AFTER: Duration = Duration::from_secs(2);
+pub(super) const BUSY_AFTER: Duration = Duration::from_secs(2);
 
 /// Roots of whole artifacts being computed at once, for all subscriptions: each hashes up to 32 MiB.
 pub(super) const MAX_SEALS: usize = 2;
@@ -83,7 +91,7 @@ pub(super) struct Server {
     store: Store,
     hello: Arc<HelloConfig>,
     buffers: Arc<BufferPool>,
-    uploads: Arc<Semaphore>,
+    uploads: Arc<Turns>,
     seals: Arc<Semaphore>,
     /// By manifest. Short sections, never across an await; so too the logs themselves.
     logs: Logs,
@@ -99,7 +107,7 @@ struct Upload {
     artifact: Arc<Artifact>,
     block: u32,
     server: Arc<Server>,
-    _slot: OwnedSemaphorePermit,
+    _slot: Turn,
 }
 
 impl BlockSource for Upload {
@@ -115,6 +123,7 @@ impl Drop for Upload {
 }
 
 struct Queued {
+    rank: Rank,
     request: u64,
     subscription: u32,
     block: u32,
@@ -142,6 +151,15 @@ struct Peer {
     subscriptions: Mutex<HashMap<u32, Served>>,
 }
 
+impl Peer {
+    /// Takes what is to be sent next out of the queue.
+    fn next(&self) -> Option<Queued> {
+        let mut queue = self.queue.lock();
+        let at = next_of(queue.iter().map(|q| q.rank))?;
+        queue.remove(at)
+    }
+}
+
 impl Server {
     pub(super) fn new(
         store: Store,
@@ -153,7 +171,7 @@ impl Server {
             store,
             hello,
             buffers,
-            uploads: Arc::new(Semaphore::new(max_uploads)),
+            uploads: Arc::new(Turns::new(max_uploads)),
             seals: Arc::new(Semaphore::new(MAX_SEALS)),
             logs: Mutex::default(),
             nodes: Mutex::default(),
@@ -391,14 +409,13 @@ impl Server {
         if queue.len() >= MAX_QUEUED_REQUESTS {
             return Err(pb::DeclineReason::Busy);
         }
-        if !log
+        let admitted = log
             .lock()
-            .admit(peer.id, request.block, request.unless_sent, self.now_ms())
-        {
-            return Err(pb::DeclineReason::SentElsewhere);
-        }
+            .admit(peer.id, request.block, request.unless_sent, self.now_ms());
+        let rank = admitted.ok_or(pb::DeclineReason::SentElsewhere)?;
         let (request, subscription, block) = (request.request, request.subscription, request.block);
         queue.push_back(Queued {
+            rank,
             request,
             subscription,
             block,
@@ -406,6 +423,7 @@ impl Server {
             log,
         });
         drop(queue);
+        self.uploads.improve(peer.id, rank);
         peer.pushed.notify_one();
         Ok(())
     }
@@ -421,8 +439,8 @@ impl Server {
             while let Ok(message) = control.try_recv() {
                 sender.send_control(message).await?;
             }
-            let next = peer.queue.lock().pop_front();
-            let Some(next) = next else {
+            let rank = peer.queue.lock().iter().map(|q| q.rank).min();
+            let Some(rank) = rank else {
                 tokio::select! {
                     message = control.recv() => match message {
                         Some(message) => sender.send_control(message).await?,
@@ -432,7 +450,10 @@ impl Server {
                 }
                 continue;
             };
-            match self.slot(&mut sender, &mut control).await? {
+            let slot = self.slot(peer.id, rank, &mut sender, &mut control).await?;
+            // Now, for a better one may have come, or this one be canceled.
+            let Some(next) = peer.next() else { continue };
+            match slot {
                 Some(slot) => self.upload(peer, &mut sender, next, slot).await?,
                 None => {
                     self.stats.declined_busy.fetch_add(1, Ordering::Relaxed);
@@ -448,16 +469,18 @@ impl Server {
     /// An upload slot, in turn; `None` if that takes too long. Control messages go out meanwhile.
     async fn slot(
         &self,
+        who: ConnectionId,
+        rank: Rank,
         sender: &mut Box<dyn FrameSender>,
         control: &mut mpsc::Receiver<Bytes>,
-    ) -> io::Result<Option<OwnedSemaphorePermit>> {
-        let slot = self.uploads.clone().acquire_owned();
+    ) -> io::Result<Option<Turn>> {
+        let slot = self.uploads.clone().take(who, rank);
         let deadline = tokio::time::sleep(BUSY_AFTER);
         tokio::pin!(slot, deadline);
         loop {
             tokio::select! {
                 biased;
-                slot = &mut slot => return Ok(slot.ok()),
+                slot = &mut slot => return Ok(Some(slot)),
                 Some(message) = control.recv() => sender.send_control(message).await?,
                 () = &mut deadline => return Ok(None),
             }
@@ -469,7 +492,7 @@ impl Server {
         peer: &Peer,
         sender: &mut Box<dyn FrameSender>,
         next: Queued,
-        slot: OwnedSemaphorePermit,
+        slot: Turn,
     ) -> io::Result<()> {
         let Queued {
             request,

@@ -1,28 +1,14 @@
-//! Which receiver takes which block from the seed: rendezvous hashing among the receivers that a node knows, so that
-//! they ask for different ones without a word between them. Pure.
+//! Which receiver takes which block from a seed, or from another rack: rendezvous hashing among the receivers that a
+//! node knows, so that they ask for different ones without a word between them. Pure.
 //!
 //! Not guaranteed: that nodes which know different receivers agree; then a block may be asked for twice, which the
 //! seed declines (`unless_sent`).
 
 use crate::swarm::bits::Bits;
+use mooncake_proto::mesh::mix;
 
 /// Groups of blocks whose owners are computed one by one.
 const OWNER_GROUPS: u32 = 1 << 16;
-
-/// A node's number in hashes.
-pub fn hash_id(node_id: &str) -> u64 {
-    // FNV-1a, mixed: stable over versions and platforms, for all nodes must agree on it.
-    mix(node_id.bytes().fold(0xcbf2_9ce4_8422_2325, |h, b| {
-        (h ^ u64::from(b)).wrapping_mul(0x0100_0000_01b3)
-    }))
-}
-
-/// The finalizer of SplitMix64.
-fn mix(mut x: u64) -> u64 {
-    x = (x ^ (x >> 30)).wrapping_mul(0xbf58_476d_1ce4_e5b9);
-    x = (x ^ (x >> 27)).wrapping_mul(0x94d0_49bb_1331_11eb);
-    x ^ (x >> 31)
-}
 
 /// What `item` weighs at `node`.
 pub(super) fn weight(node: u64, item: u32) -> u64 {
@@ -58,18 +44,21 @@ impl Shares {
         self.owned = None;
     }
 
-    /// Of all receivers, this node and `rivals`, each group belongs to the one where it weighs most.
-    pub(super) fn refresh(&mut self, rivals: impl Fn() -> Vec<u64>) {
+    /// Each group belongs to that one of `among` where it weighs most.
+    pub(super) fn refresh(&mut self, among: impl FnOnce() -> Vec<u64>) {
         if self.owned.is_some() {
             return;
         }
-        let rivals = rivals();
+        let mut rivals = among();
         let groups = (self.blocks >> self.group_shift) + 1;
         let mut owned = Bits::new(groups);
-        for group in 0..groups {
-            let mine = weight(self.node, group);
-            if rivals.iter().all(|r| weight(*r, group) <= mine) {
-                owned.set(group);
+        if rivals.contains(&self.node) {
+            rivals.retain(|r| *r != self.node);
+            for group in 0..groups {
+                let mine = weight(self.node, group);
+                if rivals.iter().all(|r| weight(*r, group) <= mine) {
+                    owned.set(group);
+                }
             }
         }
         self.owned = Some(owned);

@@ -13,7 +13,7 @@ use tokio::sync::Semaphore;
 
 /// Pause between two announcements of one artifact on one connection: bounds the messages per second however
 /// fast blocks come in, and is short against a block's way through the swarm.
-const ANNOUNCE_INTERVAL: Duration = Duration::from_millis(10);
+pub(in crate::swarm) const ANNOUNCE_INTERVAL: Duration = Duration::from_millis(10);
 
 impl Peer {
     pub(super) async fn send(&self, body: Body) -> io::Result<()> {
