@@ -1,6 +1,7 @@
 //! A cluster of real processes: on loopback, or wherever a [`Layout`] seats them (the testbed does).
 
 mod members;
+mod observe;
 
 use crate::{
     process::{Process, binary_path},

@@ -6,10 +6,10 @@
 //! counts. Whatever was fetched twice is counted by the nodes and by the source.
 
 use crate::{
-    model::Model,
+    model::{Model, Prepared},
     testbed::{Testbed, TestbedOptions},
 };
-use anyhow::{Context, Result, ensure};
+use anyhow::{Result, ensure};
 use serde_json::Value;
 use std::{
     path::Path,
@@ -44,36 +44,15 @@ impl Setup {
     }
 }
 
-/// The model and the request for it, with the addresses left out: its digests are made once.
-pub struct Prepared {
-    model: Model,
-    body: Value,
-}
-
-impl Prepared {
-    /// Makes the model below `folder`, which is served in every run.
-    pub fn create(folder: &Path, setup: &Setup) -> Result<Self> {
-        let count = setup.size_bytes.div_ceil(FILE_BYTES);
-        let names: Vec<String> = (0..count).map(|i| format!("model-{i:05}.bin")).collect();
-        let sizes = (0..count).map(|i| FILE_BYTES.min(setup.size_bytes - i * FILE_BYTES));
-        let files: Vec<(&str, u64)> = names.iter().map(String::as_str).zip(sizes).collect();
-        let mut model = Model::create(folder, "distribution", &files)?;
-        model.chunk_size = 4 << 20;
-        let body = model.request(JOB, "", "", &[])?;
-        Ok(Self { model, body })
-    }
-
-    fn request(&self, source: &str, nodes: &[String]) -> Result<Value> {
-        let mut body = self.body.clone();
-        body["seed_node_id"] = nodes[0].clone().into();
-        body["target_nodes"] = nodes.into();
-        let files = body["manifest"]["files"].as_array_mut().context("no files")?;
-        for file in files {
-            let url = format!("{source}/{}", file["path"].as_str().context("no path")?);
-            file["download_url"] = url.into();
-        }
-        Ok(body)
-    }
+/// Makes the model below `folder`, which is served in every run.
+pub fn prepare(folder: &Path, setup: &Setup) -> Result<Prepared> {
+    let count = setup.size_bytes.div_ceil(FILE_BYTES);
+    let names: Vec<String> = (0..count).map(|i| format!("model-{i:05}.bin")).collect();
+    let sizes = (0..count).map(|i| FILE_BYTES.min(setup.size_bytes - i * FILE_BYTES));
+    let files: Vec<(&str, u64)> = names.iter().map(String::as_str).zip(sizes).collect();
+    let mut model = Model::create(folder, "distribution", &files)?;
+    model.chunk_size = 4 << 20;
+    Prepared::of(model)
 }
 
 /// What one run brought.
@@ -117,8 +96,8 @@ pub async fn distribute(
     })
     .await?;
     let source = bed.serve(&prepared.model.folder).await?.url.clone();
-    let body = prepared.request(&source, &bed.cluster.nodes)?;
-    let before = term(&mut bed).await?;
+    let body = prepared.request(JOB, &source, &bed.cluster.nodes[0], &bed.cluster.nodes)?;
+    let before = bed.cluster.term().await?;
     let mut killer = Killer::new(kill_every);
     let deadline = setup.bound() * PATIENCE + SPARE;
     let began = Instant::now();
@@ -144,7 +123,7 @@ pub async fn distribute(
     };
     killer.restart(&mut bed)?;
     bed.cluster.wait_ready().await?;
-    let terms = term(&mut bed).await? - before;
+    let terms = bed.cluster.term().await? - before;
     let again = |name: &'static str| format!("mooncake_client_{name}_bytes_total");
     let refetched_bytes = sum(&bed, &again("refetched")).await?;
     let duplicate_bytes = sum(&bed, &again("duplicate")).await?;
@@ -209,12 +188,6 @@ impl Killer {
     }
 }
 
-async fn term(bed: &mut Testbed) -> Result<u64> {
-    let leader = bed.cluster.leader().await?;
-    let url = format!("{}/leaderz", bed.cluster.endpoints[leader]);
-    crate::failover::term(&bed.cluster.http.get(url).send().await?)
-}
-
 fn staged(snapshot: &Value) -> u64 {
     let placements = snapshot["placements"].as_array();
     let bytes = placements
@@ -227,15 +200,8 @@ fn staged(snapshot: &Value) -> u64 {
 /// A counter, over all clients.
 async fn sum(bed: &Testbed, name: &str) -> Result<u64> {
     let mut total = 0;
-    for endpoint in &bed.cluster.client_endpoints {
-        let url = format!("{endpoint}/metrics");
-        let text = bed.cluster.http.get(url).send().await?.text().await?;
-        let line = text
-            .lines()
-            .find(|line| line.starts_with(name))
-            .with_context(|| format!("{endpoint} has no {name}"))?;
-        let value = line.rsplit(' ').next().context("no value")?;
-        total += value.parse::<f64>()? as u64;
+    for client in 0..bed.cluster.clients.len() {
+        total += bed.cluster.client_counter(client, name).await?;
     }
     Ok(total)
 }

@@ -6,22 +6,27 @@
 //! - [`process`]: one such process; [`disk`]: one such disk.
 //! - [`source`]: an HTTP source that counts what it served and misbehaves on request.
 //! - [`failover`]: how long writes stop when the leader is lost, beside etcd.
-//! - [`distribution`]: what that costs a distribution; [`arguments`]: values of command lines.
+//! - [`distribution`]: what that costs a distribution; [`broadcast`]: how near one comes to the speed of the link.
+//! - [`loopback`]: what it costs a receiver in CPU.
+//! - [`arguments`], [`report`]: what the benchmarks have in common.
 //! - [`workload`]: callers; [`history`]: what they saw; [`checks`]: what must hold of it; [`soak`]: all of it for hours.
 //! - [`model`]: model folders and the requests that distribute them.
 //!
 //! The binaries are taken from the target folder that this test was built into; `test.sh` builds them first.
 
 pub mod arguments;
+pub mod broadcast;
 pub mod checks;
 pub mod cluster;
 pub mod disk;
 pub mod distribution;
 pub mod failover;
 pub mod history;
+pub mod loopback;
 pub mod model;
 pub mod nemesis;
 pub mod process;
+pub mod report;
 pub mod soak;
 pub mod source;
 pub mod testbed;

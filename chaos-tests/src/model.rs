@@ -1,15 +1,18 @@
 //! Model folders and the requests that distribute them.
 
-use anyhow::{Result, ensure};
+use anyhow::{Context, Result, ensure};
 use serde_json::{Value, json};
 use sha2::{Digest, Sha256};
 use std::{
     collections::BTreeMap,
     fs,
-    io::Read,
+    io::{Read, Write},
     path::{Path, PathBuf},
     sync::atomic::{AtomicU64, Ordering},
 };
+
+/// Written at once; a multiple of 8.
+const NOISE_BYTES: usize = 1 << 20;
 
 /// A model folder and how it is named.
 #[derive(Clone, Debug)]
@@ -28,7 +31,7 @@ impl Model {
         for (path, size) in files {
             let path = folder.join(path);
             fs::create_dir_all(path.parent().expect("below the folder"))?;
-            fs::write(path, noise(*size))?;
+            write_noise(&path, *size)?;
         }
         Ok(Self {
             folder: folder.to_owned(),
@@ -101,6 +104,52 @@ impl Model {
     }
 }
 
+/// A model and the request for it, with ids and addresses left out: its digests are made once.
+#[derive(Clone, Debug)]
+pub struct Prepared {
+    /// The model.
+    pub model: Model,
+    body: Value,
+}
+
+impl Prepared {
+    /// Reads the whole model for its digests.
+    pub fn of(model: Model) -> Result<Self> {
+        let body = model.request("", "", "", &[])?;
+        Ok(Self { model, body })
+    }
+
+    /// The same content in chunks of another size.
+    pub fn in_chunks_of(&self, chunk_bytes: u64) -> Result<Self> {
+        let mut other = self.clone();
+        other.model.chunk_size = chunk_bytes;
+        for file in other.body["manifest"]["files"]
+            .as_array_mut()
+            .context("no files")?
+        {
+            let size = file["size_bytes"].as_u64().context("no size")?;
+            if size > 0 {
+                file["chunk_layout"]["chunk_size_bytes"] = json!(chunk_bytes);
+                file["chunk_layout"]["chunk_count"] = json!(size.div_ceil(chunk_bytes));
+            }
+        }
+        Ok(other)
+    }
+
+    /// The request: sources are below `base` (a folder or a URL), seed and targets are node ids.
+    pub fn request(&self, job: &str, base: &str, seed: &str, targets: &[String]) -> Result<Value> {
+        let mut body = self.body.clone();
+        body["job_id"] = json!(job);
+        body["seed_node_id"] = json!(seed);
+        body["target_nodes"] = json!(targets);
+        for file in body["manifest"]["files"].as_array_mut().context("no files")? {
+            let url = format!("{base}/{}", file["path"].as_str().context("no path")?);
+            file["download_url"] = json!(url);
+        }
+        Ok(body)
+    }
+}
+
 /// Relative paths below `folder` with size and SHA-256.
 pub fn tree(folder: &Path) -> Result<BTreeMap<String, (u64, String)>> {
     let mut out = BTreeMap::new();
@@ -152,18 +201,25 @@ pub fn final_folders(root: &Path) -> Vec<PathBuf> {
 }
 
 /// Bytes that do not repeat, within one test process or across its calls (xorshift64*, Vigna 2016).
-fn noise(size: u64) -> Vec<u8> {
+fn write_noise(path: &Path, size: u64) -> Result<()> {
     static SEED: AtomicU64 = AtomicU64::new(0x9E37_79B9_7F4A_7C15);
     let mut x = SEED.fetch_add(0x9E37_79B9_7F4A_7C15, Ordering::Relaxed) | 1;
-    let mut out = Vec::with_capacity(size as usize + 8);
-    while (out.len() as u64) < size {
-        x ^= x >> 12;
-        x ^= x << 25;
-        x ^= x >> 27;
-        out.extend_from_slice(&x.wrapping_mul(0x2545_F491_4F6C_DD1D).to_le_bytes());
+    let mut file = fs::File::create(path)?;
+    let mut piece = Vec::with_capacity(NOISE_BYTES);
+    let mut left = size;
+    while left > 0 {
+        piece.clear();
+        while piece.len() < NOISE_BYTES {
+            x ^= x >> 12;
+            x ^= x << 25;
+            x ^= x >> 27;
+            piece.extend_from_slice(&x.wrapping_mul(0x2545_F491_4F6C_DD1D).to_le_bytes());
+        }
+        piece.truncate(left.min(NOISE_BYTES as u64) as usize);
+        file.write_all(&piece)?;
+        left -= piece.len() as u64;
     }
-    out.truncate(size as usize);
-    out
+    Ok(())
 }
 
 /// The files of models that a client is still receiving, each in a folder of its own below its root.

@@ -2,12 +2,13 @@
 
 use anyhow::Result;
 use clap::Parser;
-use comfy_table::{Cell, CellAlignment, Table, presets};
+use comfy_table::Cell;
 use indicatif::{ProgressBar, ProgressStyle};
 use mooncake_chaos::{
     arguments::{parse_duration, parse_size},
-    distribution::{Distributed, Prepared, Setup, distribute},
+    distribution::{Distributed, Setup, distribute, prepare},
     process,
+    report::{median_and_worst, right, table},
     testbed::{parse_rate, run::before_removal},
 };
 use parking_lot::Mutex;
@@ -96,7 +97,7 @@ async fn all(
     folder: &std::path::Path,
     results: &Mutex<Results>,
 ) -> Result<()> {
-    let prepared = Prepared::create(folder, setup)?;
+    let prepared = prepare(folder, setup)?;
     let total = setup.size_bytes * setup.clients as u64;
     for pair in 1..=arguments.pairs {
         for kill_every in [None, Some(arguments.kill_every)] {
@@ -131,19 +132,16 @@ impl Results {
 
     /// Of the medians.
     fn ratio(&self) -> Option<f64> {
-        Some(median(&self.killed)?.as_secs_f64() / median(&self.at_rest)?.as_secs_f64())
+        let median = |runs: &[Distributed]| {
+            let (median, _) = median_and_worst(runs.iter().map(|run| run.took.as_secs_f64()))?;
+            Some(median)
+        };
+        Some(median(&self.killed)? / median(&self.at_rest)?)
     }
 
     fn holds(&self) -> bool {
         self.ratio().is_some_and(|ratio| ratio <= RATIO) && self.runs().all(|run| run.twice_bytes() == 0)
     }
-}
-
-/// The lower of the two in the middle.
-fn median(runs: &[Distributed]) -> Option<Duration> {
-    let mut times: Vec<_> = runs.iter().map(|run| run.took).collect();
-    times.sort();
-    times.get(times.len().saturating_sub(1) / 2).copied()
 }
 
 fn print(results: &Results, setup: &Setup, json: bool) {
@@ -177,9 +175,7 @@ fn print(results: &Results, setup: &Setup, json: bool) {
         println!("{line}");
         return;
     }
-    let mut table = Table::new();
-    table.load_style(presets::UTF8_FULL_CONDENSED);
-    table.set_header([
+    let mut table = table(&[
         "masters",
         "s",
         "of the bound",
@@ -204,7 +200,7 @@ fn print(results: &Results, setup: &Setup, json: bool) {
                 run.longest_unreadable.as_millis().to_string(),
             ];
             let mut row = vec![Cell::new(kind)];
-            row.extend(numbers.map(|number| Cell::new(number).set_alignment(CellAlignment::Right)));
+            row.extend(numbers.map(right));
             table.add_row(row);
         }
     }

@@ -81,15 +81,6 @@ pub trait Subject: Send {
     fn heal(&mut self, member: usize, fault: Fault) -> Result<()>;
 }
 
-/// The duration below which the share `p` of the sorted ones is, by the nearest rank.
-pub fn percentile(sorted: &[Duration], p: f64) -> Duration {
-    let rank = (p * sorted.len() as f64).ceil() as usize;
-    sorted
-        .get(rank.clamp(1, sorted.len().max(1)) - 1)
-        .copied()
-        .unwrap_or_default()
-}
-
 /// A testbed that a subject stands on: `masters` and `clients` as asked, HAProxy where Mooncake needs it.
 async fn testbed(masters: usize, clients: usize, balancer: Option<BalancerKind>) -> Result<Testbed> {
     let options = TestbedOptions {
@@ -106,23 +97,4 @@ async fn testbed(masters: usize, clients: usize, balancer: Option<BalancerKind>)
 
 fn cut_off(network: &mut Network, host: &str) -> Result<()> {
     network.isolate(host).map(drop)
-}
-
-#[cfg(test)]
-mod tests {
-    use super::*;
-
-    #[test]
-    fn percentiles_are_by_nearest_rank() {
-        let at = |ms: &[u64], p| {
-            let sorted: Vec<_> = ms.iter().map(|ms| Duration::from_millis(*ms)).collect();
-            percentile(&sorted, p).as_millis()
-        };
-        let hundred: Vec<_> = (1..=100).collect();
-        assert_eq!(at(&hundred, 0.5), 50);
-        assert_eq!(at(&hundred, 0.99), 99);
-        assert_eq!(at(&hundred, 1.0), 100);
-        assert_eq!(at(&[7], 0.5), 7);
-        assert_eq!(at(&[], 0.5), 0);
-    }
 }

@@ -12,8 +12,8 @@
 use super::{
     GIVE_UP, Mooncake, Subject, generator,
     generator::{Generated, Offer},
-    percentile,
 };
+use crate::report::percentile;
 use anyhow::{Context, Result, ensure};
 use std::{
     collections::BTreeMap,

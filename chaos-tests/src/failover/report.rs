@@ -1,7 +1,8 @@
 //! What a run measured, as a table for people and as lines of JSON for programs, complete at every moment.
 
-use super::{Cost, Fault, HandOver, percentile};
-use comfy_table::{Cell, CellAlignment, Table, presets};
+use super::{Cost, Fault, HandOver};
+use crate::report::{cores, load_average, ms, percentile, right, table};
+use comfy_table::{Cell, Table};
 use serde_json::{Value, json};
 use std::{
     fs::File,
@@ -281,32 +282,6 @@ impl Row {
         sorted.sort();
         sorted
     }
-}
-
-fn table(header: &[&str]) -> Table {
-    let mut table = Table::new();
-    table.load_style(presets::UTF8_FULL_CONDENSED);
-    table.set_header(header);
-    table
-}
-
-fn right(number: String) -> Cell {
-    Cell::new(number).set_alignment(CellAlignment::Right)
-}
-
-fn ms(at: Duration) -> f64 {
-    at.as_micros() as f64 / 1000.0
-}
-
-fn cores() -> usize {
-    std::thread::available_parallelism().map_or(1, usize::from)
-}
-
-/// Of the last minute; 0 where the kernel does not say.
-fn load_average() -> f64 {
-    let text = std::fs::read_to_string("/proc/loadavg").unwrap_or_default();
-    let first = text.split(' ').next().unwrap_or_default();
-    first.parse().unwrap_or(0.0)
 }
 
 #[cfg(test)]

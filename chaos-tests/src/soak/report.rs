@@ -3,6 +3,7 @@
 use crate::{
     checks::{Convergence, Evidence, Violation},
     history::{Event, Kind, Op, Outcome, Phase},
+    report::percentile,
     workload::WRITER,
 };
 use mooncake_proto::api::ProblemCode;
@@ -141,12 +142,6 @@ fn nemeses(events: &[Event], ops: &[Op]) -> BTreeMap<String, NemesisReport> {
         report.next_write_ms.extend(next.map(|us| us / 1000));
     }
     out
-}
-
-/// The value below which this share of the sorted values lies.
-fn percentile(sorted: &[u64], share: f64) -> u64 {
-    let at = (sorted.len() as f64 * share).ceil() as usize;
-    sorted.get(at.saturating_sub(1)).copied().unwrap_or(0)
 }
 
 impl Report {
@@ -330,12 +325,5 @@ mod tests {
         assert!(text.contains("| 500–1000 ms | 1 |"), "{text}");
         report.errors.push((2, "the disk is full".into()));
         assert!(!report.is_good() && report.markdown().contains("the disk is full"));
-    }
-
-    #[test]
-    fn percentiles() {
-        let sorted: Vec<u64> = (1..=100).collect();
-        assert_eq!((percentile(&sorted, 0.5), percentile(&sorted, 0.99)), (50, 99));
-        assert_eq!((percentile(&[7], 0.5), percentile(&[], 0.99)), (7, 0));
     }
 }

@@ -24,11 +24,12 @@ mod balancer;
 mod namespace;
 pub mod network;
 pub mod run;
+pub mod tool;
 pub mod wire;
 
 pub use balancer::{Balancer, BalancerKind};
 pub use namespace::{Namespace, command};
-pub use network::{Host, Network, Rule, parse_rate};
+pub use network::{Host, Network, Rule, Traffic, parse_rate};
 pub use wire::{Wire, WireFault};
 
 use crate::{
@@ -79,6 +80,9 @@ pub struct TestbedOptions {
     pub master_disk_bytes: Option<u64>,
     /// The same for every client's root.
     pub client_disk_bytes: Option<u64>,
+    /// Puts the roots of all clients into memory (one tmpfs) of at most so many bytes: for measurements that shall not
+    /// be about this machine's disk.
+    pub client_memory_bytes: Option<u64>,
     /// Lets a test set the wall clock of each master and client ([`Testbed::set_clock`]).
     pub clocks: bool,
     /// Further arguments of every master.
@@ -98,6 +102,7 @@ impl Default for TestbedOptions {
             balancer: Some(BalancerKind::HaProxy),
             master_disk_bytes: None,
             client_disk_bytes: None,
+            client_memory_bytes: None,
             clocks: false,
             master_args: Vec::new(),
             client_args: Vec::new(),
@@ -143,6 +148,10 @@ impl Testbed {
             (1..=MAX_MASTERS).contains(&options.masters) && options.clients <= MAX_CLIENTS,
             "a testbed has 1 to {MAX_MASTERS} masters and 0 to {MAX_CLIENTS} clients"
         );
+        ensure!(
+            options.client_disk_bytes.is_none() || options.client_memory_bytes.is_none(),
+            "clients have disks that fail, or memory, not both"
+        );
         let turn = Cluster::turn().await?;
         let run = Run::begin()?;
         let dir = run.dir().to_owned();
@@ -167,9 +176,13 @@ impl Testbed {
                 folder,
             ));
         }
+        let roots = match options.client_memory_bytes {
+            Some(bytes) => memory(&dir, bytes)?,
+            None => dir.clone(),
+        };
         for i in 0..options.clients {
             let name = format!("client-{i}");
-            let folder = folder(&dir, &name, options.client_disk_bytes, &mut client_disks)?;
+            let folder = folder(&roots, &name, options.client_disk_bytes, &mut client_disks)?;
             clients.push(seat(
                 network.host(&client_host(i))?,
                 DATA_PORT,
@@ -444,6 +457,19 @@ fn seat(host: &Host, port: u16, http_port: u16, folder: PathBuf) -> Seat {
         namespace: Some(host.namespace.clone()),
         folder,
     }
+}
+
+/// A tmpfs below `dir`; the run unmounts it.
+fn memory(dir: &Path, bytes: u64) -> Result<PathBuf> {
+    let path = dir.join("memory");
+    std::fs::create_dir(&path)?;
+    let size = format!("size={bytes}");
+    command(
+        "mount",
+        &["-t", "tmpfs", "-o", &size, "tmpfs", &path.display().to_string()],
+        "",
+    )?;
+    Ok(path)
 }
 
 /// A folder of its own, on a disk of its own if `size` says so. Not the root of the disk: that holds `lost+found`.

@@ -141,6 +141,48 @@ fn render(rules: &BTreeMap<u64, Rule>) -> String {
     )
 }
 
+/// What a host's link carried since it was made, in bytes of frames (headers included; a segmentation-offload packet
+/// has one header) that got through the shaped queues.
+#[derive(Clone, Copy, Debug, Default, PartialEq, Eq)]
+pub struct Traffic {
+    /// By the host.
+    pub sent_bytes: u64,
+    /// By the host.
+    pub received_bytes: u64,
+}
+
+impl std::ops::Sub for Traffic {
+    type Output = Self;
+    /// Between two looks, the later one first.
+    fn sub(self, earlier: Self) -> Self {
+        Self {
+            sent_bytes: self.sent_bytes.saturating_sub(earlier.sent_bytes),
+            received_bytes: self.received_bytes.saturating_sub(earlier.received_bytes),
+        }
+    }
+}
+
+/// By the names of the bridge's ports: what a port receives is what its host sent.
+fn parse_traffic(links: &str) -> Result<BTreeMap<String, Traffic>> {
+    let links: serde_json::Value = serde_json::from_str(links).context("'ip -json' gave no JSON")?;
+    let links = links.as_array().context("'ip -json' gave no list")?;
+    let mut found = BTreeMap::new();
+    for link in links {
+        let name = link["ifname"].as_str().context("a link without a name")?;
+        let bytes = |way: &str| {
+            link["stats64"][way]["bytes"]
+                .as_u64()
+                .with_context(|| format!("the link {name} has no count of {way} bytes"))
+        };
+        let traffic = Traffic {
+            sent_bytes: bytes("rx")?,
+            received_bytes: bytes("tx")?,
+        };
+        found.insert(name.to_owned(), traffic);
+    }
+    Ok(found)
+}
+
 /// All hosts of a run.
 pub struct Network {
     bridge: Namespace,
@@ -248,6 +290,15 @@ impl Network {
         self.hosts
             .get_mut(name)
             .with_context(|| format!("there is no host {name}"))
+    }
+
+    /// What the links of all hosts carried so far, by the hosts' names.
+    pub fn traffic(&self) -> Result<BTreeMap<String, Traffic>> {
+        let bridge = self.bridge.name();
+        let links = command("ip", &["-n", bridge, "-json", "-statistics", "link", "show"], "")?;
+        let mut traffic = parse_traffic(&links)?;
+        traffic.retain(|name, _| self.hosts.contains_key(name));
+        Ok(traffic)
     }
 
     /// Gives a host's link a rate in both directions; `None` takes it away.
@@ -372,6 +423,18 @@ mod tests {
         for bad in ["", "mbit", "4 mbit", "1kbit", "4mib", "99999999999gbit"] {
             assert!(parse_rate(bad).is_err(), "{bad}");
         }
+    }
+
+    #[test]
+    fn a_port_receives_what_its_host_sends() {
+        let links = r#"[{"ifname": "c0", "stats64": {"rx": {"bytes": 7, "packets": 1}, "tx": {"bytes": 5, "packets": 1}}}]"#;
+        let traffic = parse_traffic(links).unwrap();
+        let c0 = Traffic {
+            sent_bytes: 7,
+            received_bytes: 5,
+        };
+        assert_eq!(traffic, BTreeMap::from([("c0".to_owned(), c0)]));
+        assert!(parse_traffic(r#"[{"ifname": "c0"}]"#).is_err());
     }
 
     #[test]
