@@ -172,7 +172,7 @@ async fn a_lost_write_is_not_told_as_refused(kind: BalancerKind) -> Result<()> {
     .await?;
     let dir = tempfile::tempdir()?;
     let mut balancer = Balancer::start_local(kind, dir.path(), &[dead, other])?;
-    let http = reqwest::Client::builder().timeout(LONG).build()?;
+    let http = mooncake_chaos::cluster::http_client()?;
     let (mut lost, mut repeated) = (0, 0);
     let until = Instant::now() + LONG;
     while lost < 3 || repeated < 3 {
