@@ -26,6 +26,7 @@ Exit codes:
   1  the job failed or was canceled
   2  bad usage, a file that cannot be read, or a request that the cluster refused
   3  no master could be reached, or none gave a usable answer in time
+  above 128: ended by a signal, 128 and its number
 
 Every request goes to the first endpoint that answers. A request that fails there is repeated at the others;
 that never makes two jobs, because every create request carries a job id.";
@@ -297,7 +298,9 @@ Repeating the command is harmless.")]
     /// Put a new master in the place of one that is lost: add, wait until it has the log, promote, remove the old one
     #[command(after_help = "\
 Start the new master first (see `cluster add --help`). Interrupted, the same command goes on where it stopped.
-  mooncakectl cluster replace 2 10.0.0.4:50051")]
+  mooncakectl cluster replace 2 10.0.0.4:50051
+
+The new one may be at the addresses of the old one: the same machine, an empty data folder, a new --node-id.")]
     Replace {
         /// The id of the lost master
         #[arg(value_name = "OLD_ID")]
@@ -341,7 +344,8 @@ pub enum SnapshotCommand {
     /// Take a backup
     #[command(after_help = "\
 It holds everything that was acknowledged before the command began, and is checked before it gets its name. An older
-file of the same name is replaced in one step. Restore it with `mooncake_master restore`.
+file of the same name is replaced in one step. Only you may read it: the sources of live jobs are in it, which may be
+signed URLs. Restore it with `mooncake_master restore`.
   mooncakectl cluster snapshot save /backup/mooncake-$(date +%F).mcb")]
     Save {
         /// Where to write it

@@ -7,18 +7,24 @@ use crate::{
     output,
 };
 use mooncake_proto::{
-    api::{AddMember, ClusterStatus, MemberId, MembershipAnswer, ProblemCode, TransferLeadership},
+    api::{
+        AddMember, ClusterStatus, MemberId, MemberView, MembershipAnswer, ProblemCode, TransferLeadership,
+    },
     backup::{self, BackupInfo},
 };
 use serde::Serialize;
 use std::{
     fs::File,
     io::{BufReader, Write},
+    os::unix::fs::OpenOptionsExt,
     path::{Path, PathBuf},
     time::{Duration, Instant},
 };
+use tokio::signal::unix::{SignalKind, signal};
 
 const CLUSTER: [&str; 3] = ["api", "v1", "cluster"];
+/// The role of a member without a vote.
+const LEARNER: &str = "learner";
 /// Between two tries to promote a master that catches up.
 const PROMOTE_INTERVAL: Duration = Duration::from_secs(1);
 /// The least time between two remarks about how far it is.
@@ -82,7 +88,7 @@ pub async fn run(
             Ok(())
         }
         ClusterCommand::Snapshot(SnapshotCommand::Save { file, stale, output }) => {
-            let info = save(&api()?, file, *stale).await?;
+            let info = unless_interrupted(save(&api()?, file, *stale)).await?;
             eprintln!("mooncakectl: wrote {}", file.display());
             output::print(format(output), &info, output::backup);
             Ok(())
@@ -100,13 +106,16 @@ async fn status(api: &Api) -> Result<ClusterStatus, Failure> {
     if any.leader_id.is_none_or(|leader| leader == any.served_by) {
         return Ok(any);
     }
-    let members: Result<ClusterStatus, Failure> = api.get(&[&CLUSTER[..], &["members"]].concat(), &[]).await;
-    Ok(members.unwrap_or(any))
+    Ok(members(api).await.unwrap_or(any))
+}
+
+/// As the leader knows it.
+async fn members(api: &Api) -> Result<ClusterStatus, Failure> {
+    api.get(&[&CLUSTER[..], &["members"]].concat(), &[]).await
 }
 
 async fn leader(api: &Api) -> Result<u64, Failure> {
-    let status: ClusterStatus = api.get(&[&CLUSTER[..], &["members"]].concat(), &[]).await?;
-    Ok(status.served_by)
+    Ok(members(api).await?.served_by)
 }
 
 async fn post(api: &Api, what: &str, body: &impl Serialize) -> Result<MembershipAnswer, Failure> {
@@ -154,6 +163,7 @@ async fn replace(
     wait: Duration,
 ) -> Result<MembershipAnswer, Failure> {
     let step = |answer: &MembershipAnswer| eprintln!("mooncakectl: {}", answer.detail);
+    check_replaced(&members(api).await?.members, old, rpc_address)?;
     let added = add(api, rpc_address, None).await?;
     if added.id == old {
         return Err(Failure::Usage(format!(
@@ -163,6 +173,32 @@ async fn replace(
     step(&added);
     step(&caught_up(api, added.id, wait).await?);
     post(api, "remove", &MemberId { id: old }).await
+}
+
+/// The old one has to be there, or everything has to be done: a mistyped id must not add a master and remove none.
+fn check_replaced(members: &[MemberView], old: u64, rpc_address: &str) -> Result<(), Failure> {
+    let is_old = |member: &MemberView| member.id == old;
+    let is_done = |member: &MemberView| member.rpc_address == rpc_address && member.role != LEARNER;
+    if members.iter().any(|member| is_old(member) || is_done(member)) {
+        return Ok(());
+    }
+    let ids: Vec<_> = members.iter().map(|member| member.id.to_string()).collect();
+    Err(Failure::Usage(format!(
+        "master {old} is no member of this cluster (members: {}), and no voter is at {rpc_address}: there is nothing to \
+         replace, and nothing was changed. Only to add a master: mooncakectl cluster add {rpc_address} --promote",
+        ids.join(", ")
+    )))
+}
+
+/// What was begun is undone when a person or a supervisor wants the program to end.
+async fn unless_interrupted<T>(work: impl Future<Output = Result<T, Failure>>) -> Result<T, Failure> {
+    let watch = |kind| signal(kind).map_err(|e| Failure::Usage(format!("cannot wait for signals: {e}")));
+    let (mut interrupt, mut terminate) = (watch(SignalKind::interrupt())?, watch(SignalKind::terminate())?);
+    tokio::select! {
+        done = work => done,
+        _ = interrupt.recv() => Err(Failure::Interrupted(SignalKind::interrupt().as_raw_value())),
+        _ = terminate.recv() => Err(Failure::Interrupted(SignalKind::terminate().as_raw_value())),
+    }
 }
 
 /// Writes a backup so that it is there as a whole, checked and durable, or not at all.
@@ -189,7 +225,7 @@ async fn save(api: &Api, path: &Path, stale: bool) -> Result<BackupInfo, Failure
         .download(
             &path_of,
             &query,
-            || File::create(&partial.0).map_err(cannot),
+            || partial.create().map_err(cannot),
             |file, piece| file.write_all(piece).map_err(cannot),
         )
         .await?;
@@ -215,8 +251,55 @@ fn check(path: &Path) -> Result<BackupInfo, Failure> {
 /// Removed with its last use; renamed, there is nothing left to remove.
 struct Partial(PathBuf);
 
+impl Partial {
+    /// Empty, and for nobody else: a backup holds the sources of live jobs, which may be signed URLs.
+    fn create(&self) -> std::io::Result<File> {
+        let _ = std::fs::remove_file(&self.0);
+        File::options()
+            .write(true)
+            .create_new(true)
+            .mode(0o600)
+            .open(&self.0)
+    }
+}
+
 impl Drop for Partial {
     fn drop(&mut self) {
         let _ = std::fs::remove_file(&self.0);
+    }
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+
+    fn member(id: u64, role: &str) -> MemberView {
+        MemberView {
+            id,
+            rpc_address: format!("m{id}:50051"),
+            http_address: format!("m{id}:9003"),
+            disk_id: format!("d{id}"),
+            role: role.into(),
+            lag: None,
+            silent_ms: None,
+        }
+    }
+
+    #[test]
+    fn only_a_member_is_replaced() {
+        let members = [member(1, "leader"), member(2, "follower"), member(4, LEARNER)];
+        let check = |old, address| check_replaced(&members, old, address);
+        for address in ["m4:50051", "m9:50051", "m2:50051"] {
+            check(2, address).unwrap();
+        }
+        // A repeat of what is done; but a learner at the address is not done.
+        check(7, "m2:50051").unwrap();
+        for address in ["m9:50051", "m4:50051"] {
+            let why = check(7, address).unwrap_err().to_string();
+            assert!(
+                why.contains("master 7 is no member") && why.contains("1, 2, 4"),
+                "{why}"
+            );
+        }
     }
 }

@@ -19,15 +19,19 @@ pub enum Failure {
     /// No master gave an answer that could be used. Exit code 3.
     #[error("{0}")]
     Unreachable(String),
+    /// A signal came; what was begun is undone. Exit code 128 and the signal's number, as of a shell.
+    #[error("stopped by signal {0}; nothing is left behind")]
+    Interrupted(i32),
 }
 
 impl Failure {
-    /// 1: the job failed or was canceled; 2: bad usage or a refused request; 3: unreachable.
+    /// 1: the job failed or was canceled; 2: bad usage or a refused request; 3: unreachable; above 128: a signal.
     pub const fn exit_code(&self) -> u8 {
         match self {
             Self::Job(_) => 1,
             Self::Usage(_) | Self::Refused(_) => 2,
             Self::Unreachable(_) => 3,
+            Self::Interrupted(signal) => 128 + *signal as u8,
         }
     }
 
@@ -73,5 +77,6 @@ mod tests {
         assert_eq!(failure.exit_code(), 2);
         assert_eq!(Failure::Job(String::new()).exit_code(), 1);
         assert_eq!(Failure::Unreachable(String::new()).exit_code(), 3);
+        assert_eq!(Failure::Interrupted(15).exit_code(), 143);
     }
 }

@@ -323,11 +323,12 @@ pub fn cluster(status: &ClusterStatus) -> String {
         .leader_id
         .map_or_else(|| "none".to_owned(), |id| id.to_string());
     let text = format!(
-        "cluster  {}\nleader   {leader}\nterm     {}\napplied  {} of {} (on master {})\nversion  {}\nepoch    {}\n",
+        "cluster  {}\nleader   {leader}\nterm     {}\napplied  {} of {}, the last of term {} (on master {})\nversion  {}\nepoch    {}\n",
         status.cluster_id,
         status.term,
         status.applied_index,
         status.last_log_index,
+        status.last_log_term,
         status.served_by,
         status.cluster_version,
         status.recovery_epoch,

@@ -10,6 +10,7 @@ use std::net::{SocketAddr, TcpListener};
 use std::sync::Arc;
 
 use mooncake_proto::hello::{Secret, check_listen};
+use mooncake_raft_store::OpenError;
 use tokio::signal::unix::{Signal, SignalKind, signal};
 
 use crate::config::{Config, Listen, MemberAddress};
@@ -34,6 +35,9 @@ pub enum RunError {
     /// This master is no member any more.
     #[error("{0}. It has stopped; its data folder is kept and not used again")]
     Removed(Arc<str>),
+    /// The log needs a newer program.
+    #[error("{0}")]
+    TooOld(Arc<str>),
     /// At run time.
     #[error("{0}")]
     Failed(Arc<str>),
@@ -44,7 +48,8 @@ impl RunError {
     /// usage.)
     pub const fn exit_code(&self) -> u8 {
         match self {
-            Self::Removed(_) | Self::Start(StartError::Removed(_)) => 3,
+            Self::Removed(_) | Self::Start(StartError::Removed(_)) | Self::TooOld(_) => 3,
+            Self::Start(StartError::Open(OpenError::Newer { .. } | OpenError::Restore { .. })) => 3,
             Self::Bootstrap(BootstrapError::Raft(_) | BootstrapError::Stopped) => 1,
             Self::Bootstrap(_) => 3,
             _ => 1,
@@ -146,7 +151,9 @@ impl Running {
                 self.stop(&handle).await?;
                 return Err(RunError::Removed(reason));
             }
-            reason = handle.failed() => return Err(RunError::Failed(reason)),
+            reason = handle.failed() => {
+                return Err(handle.too_old().map_or(RunError::Failed(reason), RunError::TooOld));
+            }
             reason = self.serving.failed() => return Err(RunError::Failed(reason)),
             error = self.consensus.bootstrap_failed() => return Err(RunError::Bootstrap(error)),
         };

@@ -5,7 +5,7 @@ mod common;
 use std::collections::BTreeSet;
 use std::time::Duration;
 
-use common::{PATIENCE, Setup, probe, raft_client, register, secret, serving, text};
+use common::{PATIENCE, Setup, eventually, probe, raft_client, register, secret, serving, text};
 use futures_util::StreamExt as _;
 use mooncake_master::consensus::{BootstrapError, NotReady, ProposeError, ReadError, TransferError};
 use mooncake_proto::hello::{Purpose, Secret};
@@ -455,4 +455,49 @@ async fn strangers_are_told_why_they_are_refused() {
     assert_eq!(session.connect_info().purpose, Purpose::Session);
     drop(session);
     assert!(asking.await.unwrap().is_err());
+}
+
+#[tokio::test(flavor = "multi_thread")]
+async fn a_master_says_which_members_it_reaches() {
+    let folder = tempfile::tempdir().unwrap();
+    let setup = Setup::new(folder.path(), 3);
+    let mut masters = setup.start_all().await;
+    let leader = serving(&masters).await;
+    let others: Vec<u64> = setup.members.keys().copied().filter(|id| *id != leader).collect();
+    let disk = masters[&leader].handle.identity().disk_id.clone();
+    let asked = &masters[&others[0]].handle;
+    let knows = |handle: &mooncake_master::consensus::Handle| handle.cluster().members.len() == 3;
+    eventually("it knows the members", async || knows(asked).then_some(())).await;
+    masters.get_mut(&others[1]).unwrap().stop().await;
+    let mut client = raft_client(
+        &setup.members[&others[0]].rpc,
+        mooncake_proto::DEFAULT_CLUSTER_ID,
+        Some(secret()),
+        Purpose::Raft,
+    );
+    let [here, gone] = [leader, others[1]].map(|id| setup.members[&id].rpc.clone());
+    // Of the last one it knows nothing, so that it does not dial it for whoever asks.
+    let stranger = setup.members[&leader].http.clone();
+    let request = pb::ProbeRequest {
+        reach_addresses: vec![here.clone(), gone.clone(), stranger.clone()],
+        ..Default::default()
+    };
+    let answer = client.probe(request).await.unwrap().into_inner();
+    let [reached, lost, unknown] = &answer.reach[..] else {
+        panic!("{answer:?}")
+    };
+    assert_eq!(
+        (&reached.address, &reached.disk_id, reached.unknown),
+        (&here, &disk, false)
+    );
+    assert_eq!(
+        (&lost.address, lost.disk_id.as_str(), lost.unknown),
+        (&gone, "", false)
+    );
+    assert!(!lost.error.is_empty());
+    assert_eq!(
+        (&unknown.address, unknown.disk_id.as_str(), unknown.unknown),
+        (&stranger, "", true)
+    );
+    assert!(answer.last_log_index > 0 && answer.last_log_term > 0 && answer.last_log_term <= answer.term);
 }

@@ -54,7 +54,7 @@ pub use runtime::{CALL_TIMEOUT, Runtime};
 pub use snapshot::MAX_SNAPSHOT_BYTES;
 pub use snapshot_file::{SnapshotData, SnapshotFileError, SnapshotReceiver, read_snapshot_file};
 pub use state_machine::{Applied, SnapshotBuilder, StateMachineStore, StateReader};
-pub use store::{OpenOptions, SnapshotInbox, Store, WriteCounts};
+pub use store::{LogEnd, OpenOptions, SnapshotInbox, Store, WriteCounts};
 pub use types::{
     Command, CommittedLeaderId, Entry, LeaderId, LogId, Membership, Node, NodeId, Reply, Snapshot,
     SnapshotMeta, StoredMembership, TypeConfig, Vote, log_id,

@@ -12,10 +12,13 @@ use crate::types::{LogId, StoredMembership};
 pub trait StateMachine: Send + Sync + 'static {
     /// Applies one command and answers it.
     ///
-    /// It must be deterministic and must not fail: a command that makes no sense is answered with bytes
-    /// that say so. `log_id` gives term and index of the entry. Called under the state's write lock and on
-    /// an async worker thread, so it must not block.
-    fn apply(&mut self, log_id: LogId, command: &[u8]) -> Vec<u8>;
+    /// It must be deterministic: a command that makes no sense is answered with bytes that say so. `log_id` gives
+    /// term and index of the entry. Called under the state's write lock and on an async worker thread, so it must not
+    /// block.
+    ///
+    /// An error is not about the command but about this program, which cannot go on: it reaches the process as the
+    /// store's [`Fatal`](crate::Fatal), nothing more is applied, and the value must not be used any more.
+    fn apply(&mut self, log_id: LogId, command: &[u8]) -> Result<Vec<u8>, String>;
 
     /// An entry without a command (a new leader's blank entry) was applied. Most machines only care if
     /// they record the highest index they have seen.

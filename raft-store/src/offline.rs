@@ -20,8 +20,11 @@ use crate::snapshot::Snapshots;
 use crate::store::{SNAPSHOT_FOLDER, check_whole};
 use crate::types::{Entry, LogId, NodeId, SnapshotMeta, Vote};
 
-/// Stands in a folder while offline work on it is under way; holds the command's name.
+/// Stands in a folder while offline work on it is under way; holds the command's name in its first line, then what the
+/// command wants to know of the folder's old life when it is repeated.
 const UNFINISHED_FILE: &str = "unfinished";
+/// Made by `mkfs` on every file system of its own; no reason to call such a folder not empty.
+const LOST_AND_FOUND: &str = "lost+found";
 const RECOVER: &str = "`recover --force-new-cluster`";
 const RESTORE: &str = "`restore`";
 /// Steps of a recovery between writing the marker and removing it.
@@ -48,6 +51,7 @@ pub struct Offline {
     identity: Identity,
     meta: Meta,
     last: Option<LogId>,
+    begun: Option<String>,
 }
 
 impl Offline {
@@ -62,12 +66,17 @@ impl Offline {
         if !path.join("db").join("CURRENT").exists() {
             return Err(unfit("no master has ever run on it: correct --data-dir"));
         }
-        if marker(path).is_some_and(|what| what != RECOVER) {
-            return Err(unfit(
+        let unfinished_restore = |marker: &Option<Marker>| match marker {
+            Some(marker) if marker.what != RECOVER => Err(unfit(
                 "`restore` was begun on it and not finished: delete the folder and run `restore` again",
-            ));
-        }
+            )),
+            _ => Ok(()),
+        };
+        unfinished_restore(&marker(path))?;
         let (database, _) = Database::open(path, false)?;
+        // Under the database's lock it stays as it is.
+        let marker = marker(path);
+        unfinished_restore(&marker)?;
         let (identity, meta) = meta::read(&database)?;
         let identity =
             identity.ok_or_else(|| unfit("it holds no master's data yet, so there is nothing to recover"))?;
@@ -83,7 +92,13 @@ impl Offline {
             identity,
             meta,
             last,
+            begun: marker.map(|marker| marker.note),
         })
+    }
+
+    /// The note of a recovery that was begun here and cut off: the folder may hold parts of the new life already.
+    pub fn begun(&self) -> Option<&str> {
+        self.begun.as_deref()
     }
 
     /// Who the folder belongs to.
@@ -145,10 +160,15 @@ impl Offline {
 
     /// Ends the old life: a new disk id, so that whoever knew the old one refuses this disk and is refused; the log
     /// replaced by the snapshot. Gives the new identity, which the membership in `new` must name: `new` is made from it.
-    pub fn begin_new_life(self, new: impl FnOnce(&Identity) -> NewLife) -> Result<Identity, OpenError> {
+    /// `note` is what [`begun`](Self::begun) says should it be cut off; a repeat keeps that of the first run.
+    pub fn begin_new_life(
+        self,
+        note: &str,
+        new: impl FnOnce(&Identity) -> NewLife,
+    ) -> Result<Identity, OpenError> {
         let identity = self.new_identity();
         let new = new(&identity);
-        self.begin_steps(&identity, &new, STEPS)?;
+        self.begin_steps(note, &identity, &new, STEPS)?;
         unmark(&self.path).map_err(self.failed("removing the marker"))?;
         Ok(identity)
     }
@@ -161,8 +181,16 @@ impl Offline {
     }
 
     /// The first `steps` of the steps under the marker.
-    fn begin_steps(&self, identity: &Identity, new: &NewLife, steps: usize) -> Result<(), OpenError> {
-        mark(&self.path, RECOVER).map_err(self.failed("writing the marker of a recovery"))?;
+    fn begin_steps(
+        &self,
+        note: &str,
+        identity: &Identity,
+        new: &NewLife,
+        steps: usize,
+    ) -> Result<(), OpenError> {
+        if self.begun.is_none() {
+            mark(&self.path, RECOVER, note).map_err(self.failed("writing the marker of a recovery"))?;
+        }
         if steps >= 1 {
             let mut batch = WriteBatch::default();
             meta::put_disk_id(&self.database, &mut batch, &identity.disk_id);
@@ -200,14 +228,19 @@ impl Offline {
 
 /// Stops after some of the steps, as a crash does.
 #[cfg(test)]
-pub(crate) fn cut_off_after(offline: Offline, steps: usize, new: impl FnOnce(&Identity) -> NewLife) {
+pub(crate) fn cut_off_after(
+    offline: Offline,
+    steps: usize,
+    note: &str,
+    new: impl FnOnce(&Identity) -> NewLife,
+) {
     let identity = offline.new_identity();
     let new = new(&identity);
-    offline.begin_steps(&identity, &new, steps).unwrap();
+    offline.begin_steps(note, &identity, &new, steps).unwrap();
 }
 
-/// Makes the folder of a master that begins with a snapshot. `path` must not exist, or be empty. The disk id in
-/// `disk_id` is the one that the membership of `new` names.
+/// Makes the folder of a master that begins with a snapshot. `path` must not exist, or be empty but for the
+/// `lost+found` of a file system. The disk id in `disk_id` is the one that the membership of `new` names.
 pub fn create_folder(
     path: impl AsRef<Path>,
     cluster_id: &str,
@@ -217,10 +250,8 @@ pub fn create_folder(
 ) -> Result<(), OpenError> {
     let path = path.as_ref();
     let failed = |what| folder_error(path, what);
-    if let Some(what) = marker(path) {
-        return Err(unfinished(path, what));
-    }
-    match fs::read_dir(path).map(|mut entries| entries.next().is_some()) {
+    check_finished(path)?;
+    match fs::read_dir(path).map(holds_something) {
         Ok(true) => {
             return Err(OpenError::Unfit {
                 path: path.to_owned(),
@@ -234,7 +265,7 @@ pub fn create_folder(
         Err(error) => return Err(failed("listing it")(error)),
     }
     fs::create_dir_all(path).map_err(failed("creating it"))?;
-    mark(path, RESTORE).map_err(failed("writing the marker of a restore"))?;
+    mark(path, RESTORE, "").map_err(failed("writing the marker of a restore"))?;
     let (database, _) = Database::open(path, false)?;
     let identity = Identity {
         cluster_id: cluster_id.to_owned(),
@@ -258,38 +289,50 @@ pub fn create_folder(
 
 /// Refuses a folder on which offline work was cut off.
 pub(crate) fn check_finished(path: &Path) -> Result<(), OpenError> {
-    match marker(path) {
-        None => Ok(()),
-        Some(what) => Err(unfinished(path, what)),
-    }
-}
-
-fn unfinished(path: &Path, what: String) -> OpenError {
+    let Some(Marker { what, .. }) = marker(path) else {
+        return Ok(());
+    };
     let advice = match what == RECOVER {
         true => "Run it again: it goes on where it stopped",
         false => "Delete the folder and run it again",
     };
-    OpenError::Unfinished {
+    Err(OpenError::Unfinished {
         path: path.to_owned(),
         what,
         advice,
-    }
+    })
 }
 
-fn marker(path: &Path) -> Option<String> {
-    let text = fs::read_to_string(path.join(UNFINISHED_FILE));
-    match text {
-        Ok(text) => Some(text.trim().to_owned()),
-        Err(error) if error.kind() == io::ErrorKind::NotFound => None,
-        Err(_) => Some("offline work".into()),
-    }
+/// What an unreadable entry is, nobody knows: it counts as something.
+fn holds_something(entries: fs::ReadDir) -> bool {
+    let mut entries = entries.map(|entry| entry.map(|entry| entry.file_name()));
+    entries.any(|name| !name.is_ok_and(|name| name == LOST_AND_FOUND))
 }
 
-fn mark(path: &Path, what: &str) -> io::Result<()> {
+struct Marker {
+    /// The command.
+    what: String,
+    note: String,
+}
+
+fn marker(path: &Path) -> Option<Marker> {
+    let text = match fs::read_to_string(path.join(UNFINISHED_FILE)) {
+        Ok(text) => text,
+        Err(error) if error.kind() == io::ErrorKind::NotFound => return None,
+        Err(_) => "offline work".into(),
+    };
+    let (what, note) = text.split_once('\n').unwrap_or((&text, ""));
+    Some(Marker {
+        what: what.trim().to_owned(),
+        note: note.trim().to_owned(),
+    })
+}
+
+fn mark(path: &Path, what: &str, note: &str) -> io::Result<()> {
     // Whole before it has its name: a crash must not leave a marker that does not say what it stands for.
     let partial = path.join(UNFINISHED_FILE).with_extension("partial");
     let mut file = File::create(&partial)?;
-    writeln!(file, "{what}")?;
+    writeln!(file, "{what}\n{note}")?;
     file.sync_all()?;
     fs::rename(&partial, path.join(UNFINISHED_FILE))?;
     File::open(path)?.sync_all()

@@ -164,10 +164,9 @@ impl<M: StateMachine> RaftStateMachine<TypeConfig> for StateMachineStore<M> {
                     EntryPayload::Normal(command) => {
                         // A machine that panics may be half changed: nobody may see it again.
                         let apply = AssertUnwindSafe(|| applied.machine.apply(id, &command.0));
-                        Reply(
-                            std::panic::catch_unwind(apply)
-                                .map_err(|panic| self.fatal.set(panic_text(&*panic)))?,
-                        )
+                        let applied =
+                            std::panic::catch_unwind(apply).unwrap_or_else(|panic| Err(panic_text(&*panic)));
+                        Reply(applied.map_err(|why| self.fatal.set(why))?)
                     }
                     EntryPayload::Blank => {
                         applied.machine.applied_blank(id);

@@ -67,8 +67,22 @@ impl Store {
     }
 
     pub(crate) fn open_with(path: &Path, options: OpenOptions, drop_sync: bool) -> Result<Self, OpenError> {
+        Self::open_between(path, options, drop_sync, || {})
+    }
+
+    /// `between`: what other processes do between the first look and the database's lock; nothing but in a test.
+    pub(crate) fn open_between(
+        path: &Path,
+        options: OpenOptions,
+        drop_sync: bool,
+        between: impl FnOnce(),
+    ) -> Result<Self, OpenError> {
+        // Before anything is made in the folder; and once more under the lock, which offline work holds from before
+        // its first change until after its last.
         offline::check_finished(path)?;
+        between();
         let (database, created) = Database::open(path, drop_sync)?;
+        offline::check_finished(path)?;
         let snapshot_folder = path.join(SNAPSHOT_FOLDER);
         if created && has_snapshots(&snapshot_folder) {
             return Err(OpenError::Damaged {
@@ -155,6 +169,13 @@ impl Store {
         }
     }
 
+    /// Where the log ends, for whoever compares logs.
+    pub fn log_end(&self) -> LogEnd {
+        LogEnd {
+            tail: Arc::clone(&self.log.tail),
+        }
+    }
+
     /// Tells of the first storage failure. Wait on it and end the process.
     pub fn fatal(&self) -> Fatal {
         self.fatal.clone()
@@ -180,6 +201,27 @@ impl Store {
                 .map_err(|_| std::io::Error::other("the Raft log's writer thread panicked"))?;
         }
         flushed
+    }
+}
+
+/// The end of a store's log, as it moves; cheap to clone, and does not keep the store open.
+#[derive(Clone)]
+pub struct LogEnd {
+    tail: Arc<Tail>,
+}
+
+impl LogEnd {
+    /// The last entry, whether a snapshot has taken its place or not. Of two disks of one cluster, the one whose last
+    /// entry is greater (by term, then by index) holds all that the other could have acknowledged.
+    pub fn last(&self) -> Option<LogId> {
+        let (purged, last) = self.tail.bounds();
+        last.max(purged)
+    }
+}
+
+impl std::fmt::Debug for LogEnd {
+    fn fmt(&self, f: &mut std::fmt::Formatter<'_>) -> std::fmt::Result {
+        f.debug_tuple("LogEnd").field(&self.last()).finish()
     }
 }
 

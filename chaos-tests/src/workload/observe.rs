@@ -29,7 +29,10 @@ pub async fn probe(
     history: &History,
     with_state_digest: bool,
 ) -> Result<MasterSeen> {
-    let ask = client.probe(ProbeRequest { with_state_digest });
+    let ask = client.probe(ProbeRequest {
+        with_state_digest,
+        ..Default::default()
+    });
     let answer = tokio::time::timeout(PROBE_TIMEOUT, ask).await??.into_inner();
     Ok(MasterSeen {
         at_us: history.now_us(),

@@ -5,7 +5,7 @@ use crate::{JOB, bed::Bed};
 use anyhow::{Context, Result, ensure};
 use mooncake_chaos::{Cluster, ClusterOptions, cluster};
 use serde_json::Value;
-use std::time::{Duration, Instant};
+use std::time::{Duration, Instant, SystemTime};
 
 /// For a process to end by itself, and for masters to agree; a pass takes a second or two.
 const PATIENCE: Duration = Duration::from_secs(90);
@@ -61,6 +61,20 @@ async fn eventually<T>(what: &str, mut check: impl AsyncFnMut() -> Result<Option
         ensure!(Instant::now() < until, "not within {PATIENCE:?}: {what}");
         tokio::time::sleep(Duration::from_millis(50)).await;
     }
+}
+
+/// Waits until the leader has noticed that a master is silent.
+async fn silent(cluster: &Cluster, leader: usize, master: usize, for_ms: u64) -> Result<()> {
+    eventually("the silence is noticed", async || {
+        let status = ctl(cluster, &[leader], &["cluster", "status"]).await?;
+        let members = status["members"].as_array().cloned().unwrap_or_default();
+        let silent = members
+            .iter()
+            .find(|m| m["id"] == master as u64 + 1)
+            .and_then(|m| m["silent_ms"].as_u64());
+        Ok(silent.is_some_and(|ms| ms > for_ms).then_some(()))
+    })
+    .await
 }
 
 /// Waits until the process at this RPC port answers as a master that is not started for anything yet.
@@ -157,21 +171,11 @@ async fn members_come_and_go() -> Result<()> {
 
     // With one of three voters dead, none of the others may go.
     bed.cluster.masters[other].kill();
-    let says = ["(409)", "writes would stop", "silent: master"];
-    // Not before the leader noticed that the dead one is silent.
-    eventually("the silence is noticed", async || {
-        let status = ctl(&bed.cluster, &[leader], &["cluster", "status"]).await?;
-        let members = status["members"].as_array().cloned().unwrap_or_default();
-        let silent = members
-            .iter()
-            .find(|m| m["id"] == other as u64 + 1)
-            .and_then(|m| m["silent_ms"].as_u64());
-        Ok(silent.is_some_and(|ms| ms > 4000).then_some(()))
-    })
-    .await?;
+    let says = ["(409)", "writes would stop", "has not answered for"];
+    silent(&bed.cluster, leader, other, 4000).await?;
     refused(&bed.cluster, &[leader], &["cluster", "remove", "4"], &says).await?;
 
-    // Wiped, it is refused under its id; another one takes its place in one command.
+    // Wiped, it is refused under its id; another one takes its place, at its own address, in one command.
     std::fs::remove_dir_all(&bed.cluster.data_dirs[other])?;
     bed.cluster.masters[other].start_with(&["--bootstrap=false".into()])?;
     listens(&bed.cluster, other).await?;
@@ -183,21 +187,63 @@ async fn members_come_and_go() -> Result<()> {
         &["a wiped master must come back as a new id"],
     )
     .await?;
+    let other_id = (other + 1).to_string();
+    let replace = ["cluster", "replace", &other_id, &rpc];
+    refused(&bed.cluster, &[leader], &replace, &["must come back as a new id"]).await?;
     bed.cluster.masters[other].kill();
+    let renewed = bed.cluster.dir().join("renewed").display().to_string();
+    let http = bed.cluster.endpoints[other].trim_start_matches("http://");
+    let own = format!("9={rpc}/{http}");
+    let new = [
+        "--bootstrap=false",
+        "--node-id",
+        "9",
+        "--data-dir",
+        &renewed,
+        "--initial-cluster",
+        &own,
+    ];
+    bed.cluster.masters[other].start_with(&new.map(String::from))?;
+    listens(&bed.cluster, other).await?;
+    let mistyped = ["cluster", "replace", "7", &rpc];
+    refused(
+        &bed.cluster,
+        &[leader],
+        &mistyped,
+        &["master 7 is no member", "nothing was changed"],
+    )
+    .await?;
+    let replaced = ctl(&bed.cluster, &[leader], &replace).await?;
+    let mut left = vec![leader as u64 + 1, 4, 9];
+    left.sort_unstable();
+    assert_eq!(ids(&replaced["cluster"]), left, "{replaced:#}");
+    assert!(
+        roles(&replaced["cluster"])
+            .iter()
+            .all(|(_, role)| role != "learner"),
+        "{replaced:#}"
+    );
+
+    // The leader itself, by one on another machine: leadership goes first.
     let five = bed.cluster.add_master()?;
     bed.cluster.masters[five].start()?;
     listens(&bed.cluster, five).await?;
     let rpc = bed.cluster.rpc_addresses[five].clone();
-    let other_id = (other + 1).to_string();
-    let replaced = ctl(&bed.cluster, &[leader], &["cluster", "replace", &other_id, &rpc]).await?;
-    let mut left = vec![leader as u64 + 1, 4, 5];
-    left.sort_unstable();
-    assert_eq!(ids(&replaced["cluster"]), left, "{replaced:#}");
-
-    // The leader itself: leadership goes first.
     let leader_id = (leader + 1).to_string();
-    let removed = ctl(&bed.cluster, &[four, leader], &["cluster", "remove", &leader_id]).await?;
-    assert_eq!(ids(&removed["cluster"]), [4, 5], "{removed:#}");
+    let replaced = ctl(
+        &bed.cluster,
+        &[four, leader],
+        &["cluster", "replace", &leader_id, &rpc],
+    )
+    .await?;
+    assert_eq!(ids(&replaced["cluster"]), [4, 5, 9], "{replaced:#}");
+    let again = ctl(
+        &bed.cluster,
+        &[four, five],
+        &["cluster", "replace", &leader_id, &rpc],
+    )
+    .await?;
+    assert_eq!(again["changed"], false, "{again:#}");
     let ended = bed.cluster.masters[leader].wait_exit(PATIENCE).await?;
     assert_eq!(ended.code(), Some(NEEDS_A_PERSON));
 
@@ -246,7 +292,20 @@ async fn leadership_goes_where_it_is_sent() -> Result<()> {
         &["cluster", "transfer", "9"],
         &["not another voter"],
     )
-    .await
+    .await?;
+
+    // Not to one that cannot take it: writes would wait for an election.
+    let leader = cluster.leader().await?;
+    let gone = (leader + 1) % 3;
+    cluster.masters[gone].kill();
+    silent(&cluster, leader, gone, 1000).await?;
+    let before = ctl(&cluster, &[leader], &["cluster", "status"]).await?["term"].clone();
+    let gone_id = (gone + 1).to_string();
+    let says = ["(409)", "was not handed over", "has not answered for"];
+    refused(&cluster, &[leader], &["cluster", "transfer", &gone_id], &says).await?;
+    let status = ctl(&cluster, &[leader], &["cluster", "status"]).await?;
+    assert_eq!(status["term"], before, "nobody was asked to stand: {status:#}");
+    Ok(())
 }
 
 #[tokio::test]
@@ -367,31 +426,40 @@ async fn three_masters_are_restored_side_by_side() -> Result<()> {
     bed.cluster.masters.iter_mut().for_each(|m| m.kill());
     let members: Vec<String> = (0..3).map(|i| bed.cluster.member(i)).collect();
     let members = members.join(",");
-    for master in 0..3 {
-        let dir = bed.cluster.dir().join(format!("restored-{master}"));
-        let dir = dir.display().to_string();
-        let id = (master + 1).to_string();
-        let (code, out, err) = master_command(&[
+    let epoch = SystemTime::now()
+        .duration_since(SystemTime::UNIX_EPOCH)?
+        .as_secs();
+    let restore = async |dir: &str, id: &str, epoch: u64| {
+        master_command(&[
             "restore",
             "--snapshot",
             &path,
             "--data-dir",
-            &dir,
+            dir,
             "--node-id",
-            &id,
+            id,
             "--initial-cluster",
             &members,
             "--recovery-epoch",
-            "1800000000",
+            &epoch.to_string(),
         ])
-        .await?;
+        .await
+    };
+    for master in 0..3 {
+        let dir = bed.cluster.dir().join(format!("restored-{master}"));
+        let dir = dir.display().to_string();
+        let id = (master + 1).to_string();
+        // As from the shell's history.
+        let (code, _, err) = restore(&dir, &id, epoch - 7200).await?;
+        assert!(code == 1 && err.contains("--force-epoch"), "{err}");
+        let (code, out, err) = restore(&dir, &id, epoch).await?;
         assert!(code == 0, "{out}{err}");
         bed.cluster.masters[master].start_with(&["--data-dir".into(), dir])?;
     }
     bed.cluster.wait_ready().await?;
     bed.cluster.leader().await?;
     let status = ctl(&bed.cluster, &[0], &["cluster", "status"]).await?;
-    assert_eq!(status["recovery_epoch"], 1_800_000_000u64, "{status:#}");
+    assert_eq!(status["recovery_epoch"], epoch, "{status:#}");
     put_job(&mut bed, "new-life").await?;
     let done = bed.cluster.wait_ended("new-life", JOB).await?;
     assert_eq!(done["status"], "completed", "{done:#}");
@@ -408,6 +476,8 @@ async fn after_the_loss_of_a_quorum_one_master_goes_on_and_the_old_ones_command_
     let lost: Vec<usize> = (0..3).filter(|i| *i != survivor).collect();
     let dir = bed.cluster.data_dirs[survivor].display().to_string();
     let recover = ["recover", "--force-new-cluster", "--data-dir", &dir];
+    let status = ctl(&bed.cluster, &[survivor], &["cluster", "status"]).await?;
+    let log_term = status["last_log_term"].as_u64().context("last_log_term")?;
 
     // Half-way the majority is gone. The survivor still runs: its folder is refused.
     lost.iter().for_each(|&i| bed.cluster.masters[i].kill());
@@ -416,8 +486,30 @@ async fn after_the_loss_of_a_quorum_one_master_goes_on_and_the_old_ones_command_
     bed.cluster.masters[survivor].kill();
     let (code, _, err) = master_command(&["recover", "--data-dir", &dir]).await?;
     assert!(code == 2 && err.contains("--force-new-cluster"), "{err}");
+    let dry_run = ["recover", "--dry-run", "--data-dir", &dir];
+    for _ in 0..2 {
+        let (code, out, err) = master_command(&dry_run).await?;
+        let ends = format!("log ends at     term {log_term}, index ");
+        assert!(
+            code == 0 && out.contains(&ends) && out.contains("Nothing was changed"),
+            "{out}{err}"
+        );
+    }
     let (code, out, err) = master_command(&recover).await?;
-    assert!(code == 0 && out.contains("must never start again"), "{out}{err}");
+    let others: Vec<String> = lost.iter().map(|i| (i + 1).to_string()).collect();
+    let never = format!(
+        "The other old masters ({}) must never start again",
+        others.join(", ")
+    );
+    assert!(code == 0 && out.contains(&never), "{out}{err}");
+    // Cut off before its last step, it is refused, and its repeat still knows who the others were.
+    let marker = bed.cluster.data_dirs[survivor].join("unfinished");
+    std::fs::write(&marker, "`recover --force-new-cluster`\n1 2 3\n")?;
+    bed.cluster.masters[survivor].start()?;
+    let ended = bed.cluster.masters[survivor].wait_exit(PATIENCE).await?;
+    assert!(!ended.success(), "{}", bed.cluster.masters[survivor].log_tail());
+    let (code, out, err) = master_command(&recover).await?;
+    assert!(code == 0 && out.contains(&never), "{out}{err}");
     bed.cluster.masters[survivor].start()?;
     bed.cluster.wait_ready().await?;
     let status = ctl(&bed.cluster, &[survivor], &["cluster", "status"]).await?;
@@ -450,6 +542,18 @@ async fn after_the_loss_of_a_quorum_one_master_goes_on_and_the_old_ones_command_
         Ok(None)
     })
     .await?;
+    // They call the survivor by the disk that it no longer has. Both logs say who has to go: not the survivor.
+    let survivors_log = eventually("the survivor says who is left over", async || {
+        let log = bed.cluster.masters[survivor].log();
+        Ok(log
+            .contains("belongs to an old life of this cluster")
+            .then_some(log))
+    })
+    .await?;
+    assert!(
+        !survivors_log.contains("must come back as a new id"),
+        "{survivors_log}"
+    );
     // Without the right master every node looks for another one, and refuses those that are left over; so it is
     // after a restart of the node, too.
     bed.cluster.masters[survivor].kill();
@@ -534,9 +638,17 @@ async fn the_cluster_version_rises_when_all_support_it_and_keeps_old_programs_ou
     cluster.masters[2].set_env(variable, "1");
     cluster.masters[2].start()?;
     let ended = cluster.masters[2].wait_exit(PATIENCE).await?;
-    assert!(!ended.success());
+    assert_eq!(
+        ended.code(),
+        Some(NEEDS_A_PERSON),
+        "{}",
+        cluster.masters[2].log_tail()
+    );
     let log = cluster.masters[2].log();
-    assert!(log.contains("this cluster is at version 2"), "{log}");
+    assert!(
+        log.contains("this cluster is at version 2") && !log.contains("panicked"),
+        "{log}"
+    );
     // Nor does a new, old program get in.
     let four = cluster.add_master()?;
     cluster.masters[four].set_env(variable, "1");

@@ -6,6 +6,8 @@ use mooncake_proto::{
     api::{ClusterStatus, MemberView, MembershipAnswer, ProblemCode},
     backup::{self, BackupInfo},
 };
+use std::os::unix::fs::PermissionsExt;
+use tokio::io::AsyncWriteExt;
 
 fn status(leader: u64, ids: &[u64]) -> ClusterStatus {
     let member = |id: &u64| MemberView {
@@ -24,6 +26,7 @@ fn status(leader: u64, ids: &[u64]) -> ClusterStatus {
         leader_id: Some(leader),
         applied_index: 40,
         last_log_index: 40,
+        last_log_term: 3,
         cluster_version: 1,
         recovery_epoch: 0,
         members: ids.iter().map(member).collect(),
@@ -43,9 +46,10 @@ fn changed(id: u64, detail: &str) -> Response {
 #[tokio::test]
 async fn a_lost_master_is_replaced_step_by_step_and_waited_for() {
     let fake = Fake::start(|r| match r.line().as_str() {
+        "GET /api/v1/cluster/members" => ok(status(1, &[1, 2, 3])),
         "POST /api/v1/cluster/add" => changed(4, "master 4 was added"),
         // Behind at first.
-        "POST /api/v1/cluster/promote" if r.number == 1 => {
+        "POST /api/v1/cluster/promote" if r.number == 2 => {
             problem(ProblemCode::MemberBehind, "master 4 is 5000 log entries behind")
         }
         "POST /api/v1/cluster/promote" => changed(4, "master 4 votes from now on"),
@@ -70,9 +74,17 @@ async fn a_lost_master_is_replaced_step_by_step_and_waited_for() {
         stdout(&output)
     );
     let log = fake.log.lock().unwrap().clone();
-    assert_eq!(log.len(), 4);
-    assert_eq!(log[0].body["rpc_address"], "m4:50051");
-    assert_eq!((&log[2].body["id"], &log[3].body["id"]), (&4.into(), &2.into()));
+    assert_eq!(log.len(), 5);
+    assert_eq!(log[1].body["rpc_address"], "m4:50051");
+    assert_eq!((&log[3].body["id"], &log[4].body["id"]), (&4.into(), &2.into()));
+}
+
+#[tokio::test]
+async fn a_mistyped_id_replaces_nobody() {
+    let fake = Fake::start(|_| ok(status(1, &[1, 2, 3]))).await;
+    let output = ctl(&[&fake.url], &["cluster", "replace", "7", "m4:50051"]).await;
+    exits(&output, 2, &["master 7 is no member", "nothing was changed"]);
+    assert_eq!(fake.lines(), ["GET /api/v1/cluster/members"]);
 }
 
 #[tokio::test]
@@ -148,6 +160,8 @@ async fn a_backup_gets_its_name_only_whole() {
     let fake = Fake::start(|_| backup_file().into_response()).await;
     let output = ctl(&[&fake.url], &["cluster", "snapshot", "save", &file, "--stale"]).await;
     exits(&output, 0, &["wrote"]);
+    let mode = std::fs::metadata(&file).unwrap().permissions().mode();
+    assert_eq!(mode & 0o777, 0o600, "it holds the sources of live jobs");
     assert!(
         stdout(&output).contains("17 (1 not ended)"),
         "{}",
@@ -163,4 +177,43 @@ async fn a_backup_gets_its_name_only_whole() {
         2,
         &["no backup of Mooncake distribution"],
     );
+}
+
+#[tokio::test]
+async fn a_backup_that_is_interrupted_leaves_nothing() {
+    for (signal, code) in [("INT", 130), ("TERM", 143)] {
+        let dir = tempfile::tempdir().unwrap();
+        let file = at(&dir, "backup.mcb");
+        // The beginning of a backup, and then nothing more.
+        let listener = tokio::net::TcpListener::bind("127.0.0.1:0").await.unwrap();
+        let url = format!("http://{}", listener.local_addr().unwrap());
+        let server = tokio::spawn(async move {
+            let (mut stream, _) = listener.accept().await.unwrap();
+            let head = format!(
+                "HTTP/1.1 200 OK\r\ncontent-length: {}\r\n\r\n",
+                backup_file().len()
+            );
+            stream.write_all(head.as_bytes()).await.unwrap();
+            stream.write_all(&backup_file()[..100]).await.unwrap();
+            std::future::pending::<()>().await;
+        });
+        let mut child = tokio::process::Command::new(env!("CARGO_BIN_EXE_mooncakectl"))
+            .args(["--endpoint", &url, "cluster", "snapshot", "save", &file])
+            .kill_on_drop(true)
+            .spawn()
+            .unwrap();
+        let left = || std::fs::read_dir(dir.path()).unwrap().count();
+        while left() == 0 {
+            assert!(child.try_wait().unwrap().is_none(), "it waits for the rest");
+            tokio::time::sleep(std::time::Duration::from_millis(5)).await;
+        }
+        let pid = child.id().unwrap().to_string();
+        let sent = std::process::Command::new("kill")
+            .args(["-s", signal, &pid])
+            .status();
+        assert!(sent.unwrap().success());
+        assert_eq!(child.wait().await.unwrap().code(), Some(code));
+        assert_eq!(left(), 0);
+        server.abort();
+    }
 }

@@ -619,6 +619,7 @@ async fn nodes_models_and_cluster() {
             leader_id: Some(1),
             applied_index: 40,
             last_log_index: 42,
+            last_log_term: 3,
             cluster_version: 1,
             recovery_epoch: 0,
             members: vec![MemberView {

@@ -36,8 +36,8 @@ pub const MAX_READY_LAG: u64 = 1000;
 /// what it is sent meanwhile is lost time for the caller. More than a frozen machine or an overload takes, and about
 /// as long as the others need for an election, so that one of them is there to go to.
 pub const QUORUM_WITHIN: Duration = Duration::from_secs(1);
-/// A follower that was silent for this long is not a candidate for a transfer of leadership.
-const TRANSFER_MAX_SILENCE: Duration = Duration::from_secs(1);
+/// How long a new leader waits for the first answers of the others before it calls them silent: many heartbeats.
+const SETTLE: Duration = Duration::from_secs(1);
 
 /// Consensus, for the rest of the process. Cheap to clone, usable from any runtime.
 #[derive(Clone)]
@@ -126,29 +126,6 @@ pub enum ReadError {
     Stopped,
 }
 
-/// Why leadership was not handed over.
-#[derive(Clone, Debug, PartialEq, Eq, thiserror::Error)]
-pub enum TransferError {
-    /// There is nothing to hand over.
-    #[error("this master does not lead{}", known(.leader))]
-    NotLeader {
-        /// Who does, if known.
-        leader: Option<Master>,
-    },
-    /// Nobody can take it.
-    #[error("no other voter answers and is close enough behind the log")]
-    NoCandidate,
-    /// The id is not a voter, or is this master.
-    #[error("master {0} is not another voter of this cluster")]
-    BadTarget(NodeId),
-    /// The old leader may lead on, or the election takes longer.
-    #[error("leadership did not move within {} ms", .0.as_millis())]
-    TimedOut(Duration),
-    /// This master stops.
-    #[error("this master stops")]
-    Stopped,
-}
-
 /// Why this master should not get requests.
 #[derive(Clone, Debug, PartialEq, Eq, thiserror::Error)]
 pub enum NotReady {
@@ -177,7 +154,7 @@ pub enum NotReady {
     },
 }
 
-fn known(leader: &Option<Master>) -> String {
+pub(super) fn known(leader: &Option<Master>) -> String {
     leader.as_ref().map_or(String::new(), |master| {
         format!("; master {} does ({})", master.id, master.http_address)
     })
@@ -250,6 +227,8 @@ pub struct Cluster {
     pub leader_id: Option<NodeId>,
     /// Last index of its own log.
     pub last_log_index: u64,
+    /// Term of the entry there.
+    pub last_log_term: u64,
     /// What it knows to be committed.
     pub committed_index: u64,
     /// What it has applied.
@@ -431,7 +410,8 @@ impl Handle {
     pub fn cluster(&self) -> Cluster {
         let metrics = self.inner.raft.metrics().borrow_watched().clone();
         let index = |id: &Option<mooncake_raft_store::LogId>| id.as_ref().map_or(0, |id| id.index());
-        let last_log_index = metrics.last_log_index.unwrap_or(0);
+        let leader_end = metrics.last_log_index.unwrap_or(0);
+        let own_end = self.inner.shared.log_end.last();
         let voters: Vec<_> = metrics.membership_config.voter_ids().collect();
         let members = metrics
             .membership_config
@@ -451,7 +431,7 @@ impl Handle {
                     is_voter: voters.contains(id),
                     lag: match metrics.replication {
                         Some(_) if me => Some(0),
-                        Some(_) => Some(last_log_index.saturating_sub(matched.map_or(0, index))),
+                        Some(_) => Some(leader_end.saturating_sub(matched.map_or(0, index))),
                         None => None,
                     },
                     silent: acked.filter(|_| !me).map(|at| at.elapsed()),
@@ -462,7 +442,8 @@ impl Handle {
             me: self.inner.shared.identity.clone(),
             term: metrics.current_term,
             leader_id: metrics.current_leader,
-            last_log_index,
+            last_log_index: index(&own_end),
+            last_log_term: own_end.map_or(0, |id| id.committed_leader_id().term),
             committed_index: index(&metrics.cluster_committed),
             applied_index: self.applied().index(),
             snapshot_index: index(&metrics.snapshot),
@@ -470,63 +451,18 @@ impl Handle {
         }
     }
 
-    /// Hands leadership to `to`, or to the voter that is closest behind the log, and waits until it is seen to have
-    /// moved. Writes are refused meanwhile, for about the time of one election round trip.
-    pub async fn transfer_leader(&self, to: Option<NodeId>) -> Result<Master, TransferError> {
-        let mut watch = self.leadership();
-        let before = watch.borrow_and_update().clone();
-        if !before.is_leader {
-            return Err(TransferError::NotLeader {
-                leader: before.leader,
-            });
-        }
-        let target = self.transfer_target(to)?;
-        tracing::info!(to = target, "handing leadership over");
-        self.inner
-            .raft
-            .trigger()
-            .transfer_leader(target)
-            .await
-            .map_err(|_| TransferError::Stopped)?;
-        // The followers' own election timers are the fallback: a leader that is handing over sends no heartbeats.
-        let limit = self.inner.election_timeout * 4;
-        let moved = watch.wait_for(|now| {
-            now.term > before.term
-                && now
-                    .leader
-                    .as_ref()
-                    .is_some_and(|leader| leader.id != self.identity().node_id)
-        });
-        match tokio::time::timeout(limit, moved).await {
-            Ok(Ok(now)) => now.leader.clone().ok_or(TransferError::TimedOut(limit)),
-            Ok(Err(_)) => Err(TransferError::Stopped),
-            Err(_) => Err(TransferError::TimedOut(limit)),
-        }
-    }
-
-    fn transfer_target(&self, to: Option<NodeId>) -> Result<NodeId, TransferError> {
-        let cluster = self.cluster();
-        let mut voters: Vec<_> = cluster
-            .members
-            .into_iter()
-            .filter(|member| member.is_voter && member.id != cluster.me.node_id)
-            .collect();
-        if let Some(id) = to {
-            return voters
-                .iter()
-                .find(|member| member.id == id)
-                .map(|_| id)
-                .ok_or(TransferError::BadTarget(id));
-        }
-        voters.retain(|member| {
-            member.silent.is_some_and(|silent| silent < TRANSFER_MAX_SILENCE)
-                && member.lag.is_some_and(|lag| lag <= MAX_READY_LAG)
-        });
-        voters.sort_by_key(|member| (member.lag, member.id));
-        voters
-            .first()
-            .map(|member| member.id)
-            .ok_or(TransferError::NoCandidate)
+    /// Waits, at most [`SETTLE`], until what this leader knows of the others is enough for `settled`.
+    pub(super) async fn settle(&self, settled: impl Fn(&[Member]) -> bool) {
+        let mut metrics = self.inner.raft.metrics();
+        let wait = async {
+            // Looked at anew after each change, an answer of another master included.
+            while !settled(&self.cluster().members) {
+                if metrics.changed().await.is_err() {
+                    return;
+                }
+            }
+        };
+        let _ = tokio::time::timeout(SETTLE, wait).await;
     }
 
     /// Builds a snapshot now.
@@ -537,6 +473,11 @@ impl Handle {
             .snapshot()
             .await
             .map_err(|_| ProposeError::Stopped)
+    }
+
+    /// Why this program is too old for this cluster's log, after [`failed`](Self::failed) if that was the reason.
+    pub fn too_old(&self) -> Option<Arc<str>> {
+        self.inner.reader.read().machine.too_old().cloned()
     }
 
     /// Waits for a failure after which the process must end, and gives its reason. Never returns while all is well.

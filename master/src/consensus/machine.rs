@@ -2,7 +2,8 @@
 //!
 //! Guaranteed: every master applies the same commands in the same order and nothing else. An entry that this
 //! program cannot decode ends the process: skipping it would make its state differ from the others'. So does a cluster
-//! version above what this program supports.
+//! version above what this program supports. Both are said by [`Machine::too_old`]: starting this program again would
+//! change nothing.
 
 use std::sync::Arc;
 
@@ -33,6 +34,7 @@ pub enum Change {
 pub struct Machine {
     state: State,
     changes: broadcast::Sender<Change>,
+    too_old: Option<Arc<str>>,
 }
 
 impl Machine {
@@ -50,6 +52,7 @@ impl Machine {
             Self {
                 state,
                 changes: changes.clone(),
+                too_old: None,
             },
             changes,
         )
@@ -59,6 +62,16 @@ impl Machine {
     pub fn state(&self) -> &State {
         &self.state
     }
+
+    /// Why this program cannot go on with this log, if that is so.
+    pub fn too_old(&self) -> Option<&Arc<str>> {
+        self.too_old.as_ref()
+    }
+
+    fn give_up(&mut self, why: String) -> String {
+        self.too_old = Some(why.as_str().into());
+        why
+    }
 }
 
 /// Reads the answer that [`Machine`] gave to a command.
@@ -67,26 +80,24 @@ pub(crate) fn decode_reply(bytes: &[u8]) -> Result<Reply, codec::CodecError> {
 }
 
 impl StateMachine for Machine {
-    fn apply(&mut self, log_id: LogId, command: &[u8]) -> Vec<u8> {
+    fn apply(&mut self, log_id: LogId, command: &[u8]) -> Result<Vec<u8>, String> {
         let index = log_id.index();
-        let command = match Command::decode(command) {
-            Ok(command) => command,
-            // The record's checksum held, so these are the bytes that were proposed.
-            Err(error) => panic!(
+        // The record's checksum held, so these are the bytes that were proposed.
+        let command = Command::decode(command).map_err(|error| {
+            self.give_up(format!(
                 "log entry {log_id} cannot be read by this program ({error}): it was written by a newer version; \
                  start that version on this master"
-            ),
-        };
+            ))
+        })?;
         let applied = self.state.apply(index, &command);
-        if let Err(why) = version::check(self.state.cluster_version()) {
-            panic!("log entry {log_id}: {why}");
-        }
+        version::check(self.state.cluster_version())
+            .map_err(|why| self.give_up(format!("log entry {log_id}: {why}")))?;
         tracing::trace!(index, command = command.name(), reply = ?applied.reply, "applied");
         if !applied.jobs.is_empty() {
             // Nobody listening is fine.
             let _ = self.changes.send(Change::Jobs(applied.jobs.into()));
         }
-        codec::encode(REPLY_VERSION, &applied.reply)
+        Ok(codec::encode(REPLY_VERSION, &applied.reply))
     }
 
     fn snapshot(&self) -> Box<dyn FnOnce() -> Vec<u8> + Send> {
@@ -97,7 +108,7 @@ impl StateMachine for Machine {
 
     fn restore(&mut self, snapshot: &[u8]) -> Result<(), String> {
         let state = State::decode_snapshot(snapshot).map_err(|error| error.to_string())?;
-        version::check(state.cluster_version())?;
+        version::check(state.cluster_version()).map_err(|why| self.give_up(why))?;
         self.state = state;
         let _ = self.changes.send(Change::Everything);
         Ok(())
@@ -116,7 +127,7 @@ mod tests {
     #[test]
     fn applies_answers_and_survives_a_snapshot() {
         let (mut machine, _changes) = Machine::new();
-        let reply = machine.apply(log_id(1, 1), &tick(5_000));
+        let reply = machine.apply(log_id(1, 1), &tick(5_000)).unwrap();
         assert_eq!(decode_reply(&reply).unwrap(), Reply::Done);
         assert_eq!(machine.state().time_ms(), 5_000);
 
@@ -130,14 +141,26 @@ mod tests {
     #[test]
     fn a_bad_snapshot_keeps_the_old_state() {
         let (mut machine, _changes) = Machine::new();
-        machine.apply(log_id(1, 1), &tick(5_000));
+        machine.apply(log_id(1, 1), &tick(5_000)).unwrap();
         assert!(machine.restore(&[1, 2, 3]).is_err());
         assert_eq!(machine.state().time_ms(), 5_000);
     }
 
     #[test]
-    #[should_panic(expected = "written by a newer version")]
-    fn an_unknown_entry_stops_the_process() {
-        Machine::new().0.apply(log_id(1, 1), &[200, 1, 2, 3]);
+    fn what_only_a_newer_program_can_apply_is_refused_and_said() {
+        let (mut machine, _changes) = Machine::new();
+        let why = machine.apply(log_id(1, 1), &[200, 1, 2, 3]).unwrap_err();
+        assert!(why.contains("written by a newer version"), "{why}");
+        assert_eq!(machine.too_old().map(|said| said.to_string()), Some(why));
+
+        let (mut machine, _changes) = Machine::new();
+        let raise = Command::SetClusterVersion {
+            version: version::supported() + 1,
+            now_ms: 1,
+        };
+        assert!(machine.too_old().is_none());
+        let why = machine.apply(log_id(1, 1), &raise.encode().unwrap()).unwrap_err();
+        assert!(why.contains("start the version of mooncake_master"), "{why}");
+        assert_eq!(machine.too_old().map(|said| said.to_string()), Some(why));
     }
 }

@@ -20,11 +20,13 @@ mod inbound;
 mod leadership;
 mod machine;
 mod membership;
+mod membership_rules;
 mod network;
 mod peers;
 mod read_index;
 mod removal;
 mod service;
+mod transfer;
 mod upkeep;
 mod version;
 mod wire;
@@ -52,13 +54,13 @@ pub use bootstrap::BootstrapError;
 pub use handle::{
     AppliedWatch, Cluster, Handle, MAX_PROPOSAL_BYTES, MAX_PROPOSALS, MAX_READY_LAG, Member, NotReady,
     PROPOSE_DEADLINE, ProposeError, Proposed, QUORUM_WITHIN, READ_DEADLINE, ReadError, StateGuard,
-    TransferError,
 };
 pub use leadership::Leadership;
 pub use machine::{Change, Machine};
 pub use membership::{ChangeError, Changed};
 pub use mooncake_raft_store::Identity;
 pub(crate) use removal::check_note as check_removal_note;
+pub use transfer::TransferError;
 pub(crate) use version::check as check_version;
 
 use crate::config::MemberAddress;
@@ -412,6 +414,7 @@ async fn start_on_runtime(
         initial_cluster: options.initial_cluster.iter().map(list).collect(),
         bootstrapping: watch::Sender::new(options.bootstrap && pristine),
         leader_heard: Mutex::default(),
+        log_end: store.log_end(),
     });
     let inbound = inbound::Inbound::new();
     let watchman = early_election::Watchman {
@@ -425,6 +428,7 @@ async fn start_on_runtime(
         store.snapshot_inbox(),
         Arc::clone(&shared),
         watchman.clone(),
+        Arc::clone(&peers),
     );
     let stop_serving = watch::Sender::new(false);
     let sessions = serve(listener, hello, service, inbound, stop_serving.subscribe()).map_err(|error| {
@@ -455,7 +459,7 @@ async fn start_on_runtime(
         }),
     };
     tokio::spawn(upkeep::run(handle.clone()));
-    let removed = removal::watch(handle.clone(), options.data_dir.clone());
+    let removed = removal::watch(handle.clone(), options.data_dir.clone(), pristine);
     let bootstrap = match (options.bootstrap, pristine) {
         (true, true) => Some(tokio::spawn(async move {
             bootstrap::run(&raft, &peers, &shared, &options.initial_cluster).await

@@ -123,8 +123,22 @@ impl Peers {
     /// Asks whoever answers at an address who it is, on a connection of its own: nothing is noted about it, and it may
     /// be nobody that is known.
     pub(crate) async fn ask(&self, address: &str, timeout: Duration) -> Result<pb::ProbeResponse, String> {
+        self.ask_to_reach(address, timeout, Vec::new()).await
+    }
+
+    /// The same, and has it ask in turn at these addresses.
+    pub(crate) async fn ask_to_reach(
+        &self,
+        address: &str,
+        timeout: Duration,
+        reach_addresses: Vec<String>,
+    ) -> Result<pb::ProbeResponse, String> {
         let mut client = RaftClient::new(hello::channel(address, Arc::clone(&self.hello), Purpose::Raft));
-        match tokio::time::timeout(timeout, client.probe(pb::ProbeRequest::default())).await {
+        let request = pb::ProbeRequest {
+            reach_addresses,
+            ..Default::default()
+        };
+        match tokio::time::timeout(timeout, client.probe(request)).await {
             Ok(Ok(response)) => Ok(response.into_inner()),
             Ok(Err(status)) => Err(describe(&status).0),
             Err(_) => Err(format!("no answer within {} s", timeout.as_secs())),

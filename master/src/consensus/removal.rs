@@ -5,6 +5,10 @@
 //! its asker knows to be *committed*, newer than the one that names this master, and without it (or with another disk
 //! under its id), is a removal: whoever is merely behind, or cut off, tells nothing.
 //!
+//! One that was stopped after it read its removal in its own log, and before it had left its note, knows of no membership
+//! that names it. It takes a leader's word, of its own term or a later one, with a committed membership: a master that is
+//! being added, and whose log does not reach to that yet, is named by every leader from which it can have heard.
+//!
 //! A removed master leaves a note in its data folder and ends. It could do no harm (its pre-votes are refused), but it
 //! would ask for votes for ever and answer stale reads; and the note keeps a supervisor from starting it again and again
 //! without anybody seeing why.
@@ -52,10 +56,14 @@ fn write_note(data_dir: &Path, text: &str) -> std::io::Result<()> {
 }
 
 /// Follows the membership until this master is removed; then leaves the note and says so once.
-pub(crate) fn watch(handle: Handle, data_dir: PathBuf) -> watch::Receiver<Option<Arc<str>>> {
+///
+/// `pristine`: the folder was empty at the start, so that it cannot have been a member's.
+pub(crate) fn watch(handle: Handle, data_dir: PathBuf, pristine: bool) -> watch::Receiver<Option<Arc<str>>> {
     let (removed_tx, removed) = watch::channel(None);
     tokio::spawn(async move {
-        let Some(reason) = wait(&handle).await else { return };
+        let Some(reason) = wait(&handle, pristine).await else {
+            return;
+        };
         if let Err(error) = write_note(&data_dir, &reason) {
             tracing::error!(%error, "the note that this master was removed could not be written");
         }
@@ -64,16 +72,25 @@ pub(crate) fn watch(handle: Handle, data_dir: PathBuf) -> watch::Receiver<Option
     removed
 }
 
+/// What this master knows of its own membership.
+#[derive(Clone, Copy, Debug, PartialEq, Eq)]
+enum Known {
+    /// The newest membership here that names it is at this index.
+    Member { at: u64 },
+    /// It comes back with a log whose membership, at this index, does not name it.
+    Unnamed { at: u64, term: u64 },
+}
+
 /// `None`: consensus is gone.
-async fn wait(handle: &Handle) -> Option<String> {
+async fn wait(handle: &Handle, pristine: bool) -> Option<String> {
     let mut metrics = handle.inner.raft.metrics();
     let me = handle.identity().clone();
     let mut member_at = None;
     loop {
-        let (membership, committed) = {
+        let (membership, committed, term) = {
             let metrics = metrics.borrow_watched();
             let committed = metrics.last_applied.as_ref().map_or(0, |id| id.index());
-            (metrics.membership_config.clone(), committed)
+            (metrics.membership_config.clone(), committed, metrics.current_term)
         };
         let at = membership.log_id().as_ref().map_or(0, |id| id.index());
         match (names(&membership, &me), member_at) {
@@ -85,7 +102,12 @@ async fn wait(handle: &Handle) -> Option<String> {
             _ => {}
         }
         let silent = handle.leader_silence().is_none_or(|silence| silence > SILENCE);
-        if let (true, Some(member_at)) = (silent, member_at) {
+        let known = match member_at {
+            Some(at) => Some(Known::Member { at }),
+            None if !pristine => Some(Known::Unnamed { at, term }),
+            None => None,
+        };
+        if let (true, Some(known)) = (silent, known) {
             let others = membership.nodes().filter(|(id, _)| **id != me.node_id);
             let answers = futures_util::future::join_all(others.map(async |(id, node)| {
                 let answer = handle
@@ -100,7 +122,7 @@ async fn wait(handle: &Handle) -> Option<String> {
             let by = answers
                 .iter()
                 .flatten()
-                .find(|answer| says_removed(answer, &me, member_at));
+                .find(|answer| says_removed(answer, &me, known));
             if let Some(by) = by {
                 return Some(removed_text(&me, &format!("master {}", by.node_id)));
             }
@@ -128,8 +150,7 @@ fn names(membership: &StoredMembership, me: &Identity) -> bool {
         .is_some_and(|node| node.disk_id == me.disk_id)
 }
 
-/// `member_at`: log index of the newest membership known here, which names this master.
-fn says_removed(answer: &pb::ProbeResponse, me: &Identity, member_at: u64) -> bool {
+fn says_removed(answer: &pb::ProbeResponse, me: &Identity, known: Known) -> bool {
     let Some(membership) = &answer.membership else {
         return false;
     };
@@ -137,10 +158,14 @@ fn says_removed(answer: &pb::ProbeResponse, me: &Identity, member_at: u64) -> bo
         .nodes
         .iter()
         .any(|node| node.id == me.node_id && node.disk_id == me.disk_id);
-    let is_final = answer.initialised
-        && answer.membership_index > member_at
-        && answer.membership_index <= answer.committed_index;
-    is_final && !named
+    let is_final = answer.initialised && answer.membership_index <= answer.committed_index;
+    let is_newer = match known {
+        Known::Member { at } => answer.membership_index > at,
+        Known::Unnamed { at, term } => {
+            answer.membership_index >= at && answer.leader_id == answer.node_id && answer.term >= term
+        }
+    };
+    is_final && is_newer && !named
 }
 
 #[cfg(test)]
@@ -176,8 +201,9 @@ mod tests {
     #[test]
     fn only_a_newer_committed_membership_removes() {
         let (with, without) = ([(1, "d1"), (3, "d3")], [(1, "d1")]);
-        assert!(says_removed(&answer(&without, 9, 9), &me(), 5));
-        assert!(says_removed(&answer(&[(3, "other disk")], 9, 9), &me(), 5));
+        let known = Known::Member { at: 5 };
+        assert!(says_removed(&answer(&without, 9, 9), &me(), known));
+        assert!(says_removed(&answer(&[(3, "other disk")], 9, 9), &me(), known));
         for (what, answer) in [
             ("it is named", answer(&with, 9, 9)),
             ("not committed: it may be taken back", answer(&without, 9, 8)),
@@ -188,7 +214,36 @@ mod tests {
             ("the same one", answer(&without, 5, 9)),
             ("an empty disk knows nothing", pb::ProbeResponse::default()),
         ] {
-            assert!(!says_removed(&answer, &me(), 5), "{what}");
+            assert!(!says_removed(&answer, &me(), known), "{what}");
+        }
+    }
+
+    #[test]
+    fn who_lost_its_note_takes_a_leaders_word_of_its_own_term() {
+        let leads = |answer: pb::ProbeResponse, term| pb::ProbeResponse {
+            node_id: 1,
+            leader_id: 1,
+            term,
+            ..answer
+        };
+        let (with, without) = ([(1, "d1"), (3, "d3")], [(1, "d1")]);
+        let known = Known::Unnamed { at: 5, term: 7 };
+        assert!(
+            says_removed(&leads(answer(&without, 5, 9), 7), &me(), known),
+            "its own removal"
+        );
+        assert!(says_removed(&leads(answer(&without, 8, 9), 9), &me(), known));
+        for (what, answer) in [
+            ("a follower may be behind its being added", answer(&without, 8, 9)),
+            (
+                "a leader that was deposed may be too",
+                leads(answer(&without, 8, 9), 6),
+            ),
+            ("it is being added", leads(answer(&with, 9, 9), 7)),
+            ("not committed", leads(answer(&without, 9, 8), 7)),
+            ("older than its own log", leads(answer(&without, 4, 9), 7)),
+        ] {
+            assert!(!says_removed(&answer, &me(), known), "{what}");
         }
     }
 

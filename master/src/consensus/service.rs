@@ -10,7 +10,7 @@ use std::time::{Duration, Instant};
 use mooncake_proto::hello::{PeerInfo, Purpose};
 use mooncake_proto::pb::raft as pb;
 use mooncake_proto::pb::raft::raft_server;
-use mooncake_raft_store::{Membership, Snapshot, SnapshotInbox, SnapshotReceiver};
+use mooncake_raft_store::{LogEnd, Membership, Snapshot, SnapshotInbox, SnapshotReceiver};
 use openraft::async_runtime::watch::WatchReceiver as _;
 use openraft::errors::{Fatal, RaftError};
 use parking_lot::Mutex;
@@ -18,13 +18,16 @@ use tokio::sync::{Semaphore, watch};
 use tonic::{Request, Response, Status, Streaming};
 
 use super::early_election::Watchman;
+use super::peers::Peers;
 use super::{Identity, MasterRaft, StateReader, wire};
-use crate::config::MemberAddress;
+use crate::config::{MAX_MEMBERS, MemberAddress};
 
 /// Snapshots received at once: one from the leader, one that a deposed leader has not given up yet.
 const MAX_INCOMING_SNAPSHOTS: usize = 2;
 /// How long an incoming snapshot may stand still.
 const FRAME_TIMEOUT: Duration = Duration::from_secs(10);
+/// How long a master that is asked for on another one's behalf may take to answer.
+const REACH_TIMEOUT: Duration = Duration::from_secs(2);
 
 /// What the service and the rest of the process share.
 pub(crate) struct Shared {
@@ -37,6 +40,8 @@ pub(crate) struct Shared {
     pub(crate) bootstrapping: watch::Sender<bool>,
     /// When the leader was last heard of. Held for one assignment.
     pub(crate) leader_heard: Mutex<Option<Instant>>,
+    /// The end of this master's log.
+    pub(crate) log_end: LogEnd,
 }
 
 impl Shared {
@@ -53,6 +58,7 @@ pub(crate) struct Service {
     pub(crate) inbox: SnapshotInbox,
     pub(crate) shared: Arc<Shared>,
     pub(crate) watchman: Watchman,
+    pub(crate) peers: Arc<Peers>,
     pub(crate) incoming: Semaphore,
     /// The last refusal that was logged, so that one stray master does not fill the log. Held for a comparison.
     pub(crate) refused: Mutex<Option<(String, Instant)>>,
@@ -68,6 +74,7 @@ impl Service {
         inbox: SnapshotInbox,
         shared: Arc<Shared>,
         watchman: Watchman,
+        peers: Arc<Peers>,
     ) -> Self {
         Self {
             raft,
@@ -75,6 +82,7 @@ impl Service {
             inbox,
             shared,
             watchman,
+            peers,
             incoming: Semaphore::new(MAX_INCOMING_SNAPSHOTS),
             refused: Mutex::default(),
         }
@@ -99,6 +107,31 @@ impl Service {
         let membership = Arc::clone(&metrics.borrow_watched().membership_config);
         judge(&self.shared.identity, peer, route, membership.membership())
             .map_err(|message| self.refuse(message))
+    }
+
+    /// Asks at the addresses of members who answers there.
+    async fn reach(&self, mut addresses: Vec<String>, membership: &Membership) -> Vec<pb::Reach> {
+        addresses.truncate(MAX_MEMBERS);
+        let ask = async |address: String| {
+            if !membership.nodes().any(|(_, node)| node.rpc_address == address) {
+                return pb::Reach {
+                    address,
+                    unknown: true,
+                    ..Default::default()
+                };
+            }
+            let (disk_id, error) = match self.peers.ask(&address, REACH_TIMEOUT).await {
+                Ok(answer) => (answer.disk_id, String::new()),
+                Err(why) => (String::new(), why),
+            };
+            pb::Reach {
+                address,
+                disk_id,
+                error,
+                unknown: false,
+            }
+        };
+        futures_util::future::join_all(addresses.into_iter().map(ask)).await
     }
 
     fn heard_leader(&self) {
@@ -163,6 +196,22 @@ fn judge(
         return Err(format!(
             "the call is meant for master {}, this is master {}: check the addresses of the masters",
             route.to_id, identity.node_id
+        ));
+    }
+    let own = membership.get_node(&identity.node_id);
+    if route.to_disk_id != identity.disk_id && own.is_some_and(|own| own.disk_id == identity.disk_id) {
+        // This master is who its cluster takes it for: the caller has another cluster in mind.
+        return Err(format!(
+            "master {} (disk {}) knows this master, {}, by disk {}, but it has disk {}, and so its cluster knows it: master \
+             {} belongs to an old life of this cluster, from before a restore or a recovery. Stop master {} and delete \
+             its data folder; this one is well",
+            route.from_id,
+            route.from_disk_id,
+            identity.node_id,
+            route.to_disk_id,
+            identity.disk_id,
+            route.from_id,
+            route.from_id
         ));
     }
     if route.to_disk_id != identity.disk_id {
@@ -339,6 +388,8 @@ impl raft_server::Raft for Service {
             // Without the lock: this is one of Raft's own threads.
             (self.reader.progress().borrow().saturating_sub(1), String::new())
         };
+        let reach = self.reach(request.into_inner().reach_addresses, membership).await;
+        let last_log_id = self.shared.log_end.last();
         let identity = &self.shared.identity;
         Ok(Response::new(pb::ProbeResponse {
             node_id: identity.node_id,
@@ -350,7 +401,7 @@ impl raft_server::Raft for Service {
             initial_cluster: self.shared.initial_cluster.clone(),
             term: metrics.current_term,
             leader_id: metrics.current_leader.unwrap_or(0),
-            last_log_index: metrics.last_log_index.unwrap_or(0),
+            last_log_index: last_log_id.map_or(0, |id| id.index()),
             applied_index,
             state_digest,
             bootstrapping: *self.shared.bootstrapping.borrow(),
@@ -364,6 +415,8 @@ impl raft_server::Raft for Service {
                 .map_or(0, |id| id.index()),
             // What is applied is committed; what is not yet may be too, and is told a moment later.
             committed_index: metrics.last_applied.as_ref().map_or(0, |id| id.index()),
+            last_log_term: last_log_id.map_or(0, |id| id.committed_leader_id().term),
+            reach,
         }))
     }
 }
@@ -427,9 +480,29 @@ mod tests {
             Ok(())
         );
 
-        let wiped_here =
-            judge(&peer("1", "disk-1"), &route(1, "disk-1", 2, "disk-old"), &members).unwrap_err();
-        assert!(wiped_here.contains("come back as a new id"), "{wiped_here}");
+        // Its own cluster knows the disk: it was restored or recovered, and whoever calls it by another one was not.
+        let old_life = judge(&peer("1", "disk-1"), &route(1, "disk-1", 2, "disk-old"), &members).unwrap_err();
+        assert!(
+            old_life.contains("Stop master 1 and delete its data folder"),
+            "{old_life}"
+        );
+        assert!(!old_life.contains("come back as a new id"), "{old_life}");
+        // Wiped, it knows of no cluster; or one that knew its old disk filled its log before that was noticed.
+        let renamed = {
+            let nodes = [(
+                2,
+                Node {
+                    disk_id: "disk-old".into(),
+                    ..Node::default()
+                },
+            )];
+            Membership::new(vec![BTreeSet::from([2])], BTreeMap::from(nodes)).unwrap()
+        };
+        for own in [Membership::default(), renamed] {
+            let wiped_here =
+                judge(&peer("1", "disk-1"), &route(1, "disk-1", 2, "disk-old"), &own).unwrap_err();
+            assert!(wiped_here.contains("come back as a new id"), "{wiped_here}");
+        }
         let wiped_there = judge(
             &peer("1", "disk-new"),
             &route(1, "disk-new", 2, "disk-2"),

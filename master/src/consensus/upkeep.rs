@@ -56,6 +56,7 @@ async fn raise_version(handle: &Handle) {
     if current >= version::supported() {
         return;
     }
+    let at = handle.membership_at();
     let cluster = handle.cluster();
     let others = cluster
         .members
@@ -77,6 +78,14 @@ async fn raise_version(handle: &Handle) {
     };
     let version = answers.into_iter().fold(version::supported(), u32::min);
     if version <= current {
+        return;
+    }
+    // Nobody joins between the question and the answer that is in the log: who was added has been asked, or is asked
+    // under the new version. Not held while the questions are under way, which may take seconds.
+    let Ok(_one) = Arc::clone(&handle.inner.changing).try_lock_owned() else {
+        return;
+    };
+    if handle.membership_at() != at {
         return;
     }
     let now_ms = handle.state().time_ms();

@@ -23,7 +23,10 @@ use mooncake_proto::{
 };
 use serde::de::DeserializeOwned;
 use std::{convert::Infallible, sync::Arc, time::Duration};
-use tokio::sync::{Semaphore, mpsc};
+use tokio::{
+    sync::{Semaphore, mpsc},
+    time::Instant,
+};
 use tokio_stream::wrappers::ReceiverStream;
 
 /// Backups taken at once: each holds an encoded copy of the state until its caller has it.
@@ -35,6 +38,10 @@ static ENCODING: Semaphore = Semaphore::const_new(1);
 const PIECE_BYTES: usize = 256 << 10;
 /// Longest time in which a caller takes no piece: then it has gone, and the copy of the state with it.
 const PIECE_PATIENCE: Duration = Duration::from_secs(60);
+/// What a caller may take for a whole backup: this, and one second more for each of these bytes. There is room for few
+/// callers at once, and two that take a piece now and then must not keep the others out for hours.
+const DOWNLOAD_GRACE: Duration = Duration::from_secs(60);
+const LEAST_PACE_BYTES_PER_S: u64 = 1 << 20;
 
 /// `GET /api/v1/cluster/members`: the cluster as its leader knows it, with how far each master is.
 pub(super) async fn members(State(ctx): State<Arc<MasterContext>>, uri: Uri) -> Result<Response, ApiError> {
@@ -118,7 +125,15 @@ pub(super) async fn transfer(
             Err(ApiError::new(ProblemCode::MemberNotFound, error.to_string()))
         }
         Err(TransferError::NotLeader { .. } | TransferError::Stopped) => Err(ApiError::not_leader()),
-        Err(error @ TransferError::NoCandidate) => Err(ApiError::new(
+        Err(error @ TransferError::Unreachable { .. }) => Err(ApiError::new(
+            ProblemCode::MemberUnreachable,
+            format!("leadership was not handed over: {error}"),
+        )),
+        // Not done as asked, and not undone: asked for it again, the one that leads now hands over to the right one.
+        Err(error @ TransferError::Elsewhere { .. }) => Err(ApiError::outcome_unknown_with(format!(
+            "{error}; repeat the request"
+        ))),
+        Err(error @ (TransferError::NoCandidate | TransferError::Behind { .. })) => Err(ApiError::new(
             ProblemCode::MemberBehind,
             format!("leadership was not handed over: {error}"),
         )),
@@ -193,15 +208,9 @@ pub(super) async fn snapshot(State(ctx): State<Arc<MasterContext>>, uri: Uri) ->
     let (pieces, stream) = mpsc::channel::<Result<Bytes, Infallible>>(2);
     tokio::spawn(async move {
         let _permit = permit;
-        for mut part in parts {
-            while !part.is_empty() {
-                let piece = part.split_to(part.len().min(PIECE_BYTES));
-                match tokio::time::timeout(PIECE_PATIENCE, pieces.send(Ok(piece))).await {
-                    Ok(Ok(())) => {}
-                    // What was sent is too short, and the reader sees that.
-                    _ => return tracing::warn!(index, "the caller of a backup went away or stood still"),
-                }
-            }
+        if let Err(why) = send(parts, pieces).await {
+            // What was sent is too short, and the reader sees that.
+            tracing::warn!(index, why, "a backup did not reach its caller");
         }
     });
     let mut response = Body::from_stream(ReceiverStream::new(stream)).into_response();
@@ -213,4 +222,68 @@ pub(super) async fn snapshot(State(ctx): State<Arc<MasterContext>>, uri: Uri) ->
     headers.insert(header::CONTENT_LENGTH, HeaderValue::from(size_bytes));
     response.extensions_mut().insert(ReadAt(index));
     Ok(response)
+}
+
+async fn send(
+    parts: [Bytes; 3],
+    pieces: mpsc::Sender<Result<Bytes, Infallible>>,
+) -> Result<(), &'static str> {
+    let size_bytes: u64 = parts.iter().map(|part| part.len() as u64).sum();
+    let pace = Duration::from_secs(size_bytes / LEAST_PACE_BYTES_PER_S);
+    let until = Instant::now() + DOWNLOAD_GRACE + pace;
+    for mut part in parts {
+        while !part.is_empty() {
+            let piece = part.split_to(part.len().min(PIECE_BYTES));
+            let patience = until.min(Instant::now() + PIECE_PATIENCE);
+            match tokio::time::timeout_at(patience, pieces.send(Ok(piece))).await {
+                Ok(Ok(())) => {}
+                Ok(Err(_)) => return Err("the caller went away"),
+                Err(_) if patience == until => return Err("the caller is too slow"),
+                Err(_) => return Err("the caller stood still"),
+            }
+        }
+    }
+    Ok(())
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+
+    /// Takes a piece each `pause`; gives how the sending ended, after how long, and how many bytes came.
+    async fn taken_every(pause: Duration, size_bytes: usize) -> (Result<(), &'static str>, Duration, usize) {
+        let (pieces, mut taken) = mpsc::channel(2);
+        let begin = Instant::now();
+        let sending = tokio::spawn(async move {
+            let parts = [
+                Bytes::from_static(b"head"),
+                vec![7; size_bytes].into(),
+                Bytes::from_static(b"end"),
+            ];
+            (send(parts, pieces).await, begin.elapsed())
+        });
+        let mut bytes = 0;
+        while let Some(Ok(piece)) = taken.recv().await {
+            bytes += piece.len();
+            tokio::time::sleep(pause).await;
+        }
+        let (ended, after) = sending.await.unwrap();
+        (ended, after, bytes)
+    }
+
+    #[tokio::test(start_paused = true)]
+    async fn a_slow_caller_gives_the_room_back() {
+        let size_bytes = 30 << 20;
+        let limit = DOWNLOAD_GRACE + Duration::from_secs(30);
+        // Always within the patience for one piece.
+        let (ended, after, bytes) = taken_every(PIECE_PATIENCE / 2, size_bytes).await;
+        assert_eq!(ended, Err("the caller is too slow"));
+        assert_eq!(after, limit);
+        assert!(bytes < size_bytes);
+        let (ended, after, _) = taken_every(PIECE_PATIENCE * 2, size_bytes).await;
+        assert_eq!((ended, after), (Err("the caller stood still"), PIECE_PATIENCE));
+        // A little above the least pace.
+        let (ended, _, bytes) = taken_every(Duration::from_millis(240), size_bytes).await;
+        assert_eq!((ended, bytes), (Ok(()), size_bytes + 7));
+    }
 }

@@ -229,6 +229,7 @@ pub(super) fn cluster_status(ctx: &MasterContext, with_digest: bool) -> ClusterS
         leader_id,
         applied_index,
         last_log_index: cluster.last_log_index,
+        last_log_term: cluster.last_log_term,
         cluster_version,
         recovery_epoch,
         members: members.collect(),

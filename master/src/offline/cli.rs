@@ -26,11 +26,12 @@ pub(super) enum Offline {
     /// After a majority of the masters is lost for good: make this master's data a cluster of this master alone
     #[command(after_long_help = "\
 Use it only when a majority of the masters' disks is lost: whatever was acknowledged and is not on this disk is lost. \
-Choose the master with the longest log (`mooncakectl cluster status` on each that still answers, or the report of a \
-run on a copy).
+Of several disks choose the one whose last log entry has the highest term, and of equal terms the highest index: a longer \
+log of a lower term holds less. --dry-run shows both and changes nothing.
 
   systemctl stop mooncake-master
-  mooncake_master recover --force-new-cluster --data-dir /var/lib/mooncake/master
+  sudo -u mooncake mooncake_master recover --dry-run --data-dir /var/lib/mooncake-master
+  sudo -u mooncake mooncake_master recover --force-new-cluster --data-dir /var/lib/mooncake-master
   systemctl start mooncake-master
 
 Afterwards delete the data folders of all other old masters, and add new ones (mooncakectl cluster add).")]
@@ -41,8 +42,13 @@ A cluster of one, to which others are added afterwards (mooncakectl cluster add 
 
   mooncake_master restore --snapshot backup.mcb --data-dir m1 --node-id 1 --initial-cluster 1=10.0.0.1:50051/10.0.0.1:9003
 
-Three at once: the same command on each machine with its own --node-id, the same file and the same --recovery-epoch. \
-Run it once per machine: a master that is lost later is replaced, never restored again.
+Three at once: the same command on each machine with its own --node-id, the same file and the same --recovery-epoch \
+(date +%s, taken once, for this restore). Run it once per machine: a master that is lost later is replaced, never restored \
+again.
+
+Run it as the user that the master runs as; where that one may not make the folder:
+
+  install -d -o mooncake -g mooncake -m 0700 /var/lib/mooncake-master
 
 Then start the masters as usual; --bootstrap changes nothing any more.")]
     Restore(RestoreFlags),
@@ -54,8 +60,11 @@ Then start the masters as usual; --bootstrap changes nothing any more.")]
 #[derive(Args, Debug)]
 pub(super) struct RecoverFlags {
     /// Says that you know: the other masters are gone for good
-    #[arg(long, required = true)]
+    #[arg(long, required_unless_present = "dry_run")]
     pub(super) force_new_cluster: bool,
+    /// Show where the log on this disk ends and what it holds, and change nothing
+    #[arg(long)]
+    pub(super) dry_run: bool,
     /// Folder of the Raft log and snapshots
     #[arg(long, value_name = "DIR", env = "MOONCAKE_MASTER_DATA_DIR")]
     pub(super) data_dir: PathBuf,
@@ -68,9 +77,19 @@ pub(super) struct RecoverFlags {
     /// What others dial for the HTTP port from now on; left out: as before
     #[arg(long, value_name = "HOST:PORT", value_parser = dialled)]
     pub(super) advertise_http_address: Option<String>,
-    /// Left out: the time in seconds
-    #[arg(long)]
+    #[command(flatten)]
+    pub(super) epoch: EpochFlags,
+}
+
+#[derive(Args, Clone, Copy, Debug)]
+pub(super) struct EpochFlags {
+    /// What tells the new life of the cluster from every older one; left out: the time in seconds. Needed, and the same on
+    /// all of them, where several masters are restored side by side
+    #[arg(long, value_name = "SECONDS")]
     pub(super) recovery_epoch: Option<u64>,
+    /// Take a recovery epoch that is more than an hour from now
+    #[arg(long, requires = "recovery_epoch")]
+    pub(super) force_epoch: bool,
 }
 
 #[derive(Args, Debug)]
@@ -78,7 +97,7 @@ pub(super) struct RestoreFlags {
     /// The backup
     #[arg(long, value_name = "FILE")]
     pub(super) snapshot: PathBuf,
-    /// The new folder; must not exist, or be empty
+    /// The new folder; must not exist, or be empty (but for lost+found)
     #[arg(long, value_name = "DIR")]
     pub(super) data_dir: PathBuf,
     /// This master's id in the new cluster
@@ -90,9 +109,8 @@ pub(super) struct RestoreFlags {
     /// Name of the new cluster; left out: that of the backup
     #[arg(long)]
     pub(super) cluster_id: Option<String>,
-    /// The same for all masters; left out (a cluster of one only): the time in seconds
-    #[arg(long)]
-    pub(super) recovery_epoch: Option<u64>,
+    #[command(flatten)]
+    pub(super) epoch: EpochFlags,
 }
 
 #[derive(Subcommand, Debug)]

@@ -16,7 +16,7 @@ use std::process::ExitCode;
 
 use mooncake_state::{Command, Reply, State};
 
-use cli::Offline;
+use cli::{EpochFlags, Offline};
 
 /// Whether the arguments are one of these commands, and not the flags of a master.
 pub fn is_command(arguments: &[OsString]) -> bool {
@@ -43,17 +43,36 @@ pub fn run(arguments: Vec<OsString>) -> ExitCode {
     }
 }
 
+/// How far from now a recovery epoch that is given may be: long enough for one command on each of a few machines.
+const EPOCH_WINDOW_S: u64 = 3600;
+
 /// The next recovery epoch, if none is given: the time in seconds, which is above that of every earlier recovery,
 /// also of one that the state at hand knows nothing of.
-fn next_epoch(given: Option<u64>, current: u64) -> Result<u64, String> {
-    let epoch = given.unwrap_or_else(|| (now_ms() / 1000).max(current + 1));
-    match epoch > current {
-        true => Ok(epoch),
-        false => Err(format!(
+fn next_epoch(flags: &EpochFlags, current: u64, now_s: u64) -> Result<u64, String> {
+    let least = current.checked_add(1).ok_or_else(|| {
+        format!("the state has the recovery epoch {current}, above which there is none: nodes can be told of no new life")
+    })?;
+    let Some(epoch) = flags.recovery_epoch else {
+        return Ok(now_s.max(least));
+    };
+    if epoch < least {
+        return Err(format!(
             "--recovery-epoch {epoch} is not above {current}, the epoch of the state: nodes would not obey it. Leave the \
              flag out, or give the time in seconds (date +%s)"
-        )),
+        ));
     }
+    if epoch.abs_diff(now_s) > EPOCH_WINDOW_S && !flags.force_epoch {
+        return Err(format!(
+            "--recovery-epoch {epoch} is more than an hour from now ({now_s}): a line from an earlier restore? Nodes tell \
+             one life of a cluster from another by this number alone, so no two may have the same. Take the time in seconds \
+             now (date +%s), the same for all masters of this restore; if it has to be this one, add --force-epoch"
+        ));
+    }
+    Ok(epoch)
+}
+
+fn now_s() -> u64 {
+    now_ms() / 1000
 }
 
 fn now_ms() -> u64 {
@@ -87,10 +106,38 @@ mod tests {
 
     #[test]
     fn epochs_only_rise() {
-        assert!(next_epoch(None, 0).unwrap() > 1_700_000_000);
-        assert_eq!(next_epoch(None, u64::MAX - 1), Ok(u64::MAX));
-        assert_eq!(next_epoch(Some(8), 7), Ok(8));
-        assert!(next_epoch(Some(7), 7).unwrap_err().contains("date +%s"));
+        let next = |recovery_epoch, current, now_s| {
+            let flags = EpochFlags {
+                recovery_epoch,
+                force_epoch: false,
+            };
+            next_epoch(&flags, current, now_s)
+        };
+        assert_eq!(next(None, 0, 5_000), Ok(5_000));
+        assert_eq!(next(None, 6_000, 5_000), Ok(6_001), "the clock went back");
+        assert_eq!(next(None, u64::MAX - 1, 5_000), Ok(u64::MAX));
+        assert!(next(None, u64::MAX, 5_000).unwrap_err().contains("no new life"));
+        assert_eq!(next(Some(5_008), 7, 5_000), Ok(5_008));
+        assert!(next(Some(7), 7, 7).unwrap_err().contains("date +%s"));
+    }
+
+    #[test]
+    fn an_epoch_of_an_earlier_restore_is_noticed() {
+        let now = 1_800_000_000;
+        let next = |epoch, force_epoch| {
+            let flags = EpochFlags {
+                recovery_epoch: Some(epoch),
+                force_epoch,
+            };
+            next_epoch(&flags, 0, now)
+        };
+        for near in [now - EPOCH_WINDOW_S, now, now + EPOCH_WINDOW_S] {
+            assert_eq!(next(near, false), Ok(near));
+        }
+        for far in [now - EPOCH_WINDOW_S - 1, now + EPOCH_WINDOW_S + 1, 1] {
+            assert!(next(far, false).unwrap_err().contains("--force-epoch"), "{far}");
+            assert_eq!(next(far, true), Ok(far));
+        }
     }
 
     #[test]

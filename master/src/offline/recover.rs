@@ -6,15 +6,15 @@
 use std::collections::{BTreeMap, BTreeSet};
 
 use mooncake_raft_store::{
-    Entry, Membership, NewLife, Node, NodeId, Offline, OpenError, SnapshotMeta, StoredMembership, Vote,
-    log_id,
+    Entry, LogId, Membership, NewLife, Node, NodeId, Offline, OpenError, SnapshotMeta, StoredMembership,
+    Vote, log_id,
 };
 use mooncake_state::{Command, State};
 use openraft::EntryPayload;
 use openraft::vote::RaftLeaderId as _;
 
 use super::cli::RecoverFlags;
-use super::{contents, next_epoch, now_ms, raise_epoch};
+use super::{contents, next_epoch, now_ms, now_s, raise_epoch};
 use crate::consensus::{check_removal_note, check_version};
 
 /// Why a log cannot be read to its end.
@@ -63,7 +63,10 @@ pub(super) fn run(flags: &RecoverFlags) -> Result<String, String> {
         ReadError::Open(error) => error.to_string(),
         ReadError::Entry(why) => format!("data folder {dir}: {why}. Nothing was changed"),
     })?;
-    let before: Vec<NodeId> = membership.nodes().map(|(id, _)| *id).collect();
+    let before = members_before(folder.begun(), &membership);
+    if flags.dry_run {
+        return Ok(dry_run(&folder, last, &state, &before));
+    }
     let known = membership.get_node(&id);
     let address = |flag: &Option<String>, known: Option<&String>, name: &str| {
         flag.clone().or_else(|| known.cloned()).ok_or_else(|| {
@@ -82,7 +85,7 @@ pub(super) fn run(flags: &RecoverFlags) -> Result<String, String> {
     )?;
 
     let old_epoch = state.recovery_epoch();
-    let epoch = next_epoch(flags.recovery_epoch, old_epoch)?;
+    let epoch = next_epoch(&flags.epoch, old_epoch, now_s())?;
     let voted = folder.vote().map_or(0, |vote| vote.leader_id.term());
     let term = voted.max(last.committed_leader_id().term) + 1;
     let index = last.index() + 1;
@@ -91,7 +94,7 @@ pub(super) fn run(flags: &RecoverFlags) -> Result<String, String> {
     let held = contents(&state);
 
     let new = folder
-        .begin_new_life(|identity| {
+        .begin_new_life(&note(&before), |identity| {
             let node = Node {
                 rpc_address: rpc.clone(),
                 http_address: http.clone(),
@@ -130,6 +133,42 @@ pub(super) fn run(flags: &RecoverFlags) -> Result<String, String> {
         old.disk_id,
         new.disk_id,
     ))
+}
+
+/// What is kept beside a recovery under way, so that its repeat can still name the old masters.
+fn note(before: &[NodeId]) -> String {
+    before.iter().map(NodeId::to_string).collect::<Vec<_>>().join(" ")
+}
+
+/// The members of the old life: a recovery that was cut off may have put its own membership over theirs.
+fn members_before(noted: Option<&str>, now: &StoredMembership) -> Vec<NodeId> {
+    let noted: Vec<NodeId> = noted
+        .unwrap_or_default()
+        .split_whitespace()
+        .filter_map(|id| id.parse().ok())
+        .collect();
+    match noted.is_empty() {
+        true => now.nodes().map(|(id, _)| *id).collect(),
+        false => noted,
+    }
+}
+
+fn dry_run(folder: &Offline, last: LogId, state: &State, before: &[NodeId]) -> String {
+    format!(
+        "The folder is that of master {} of the cluster {} and can be recovered. Nothing was changed.\n\
+         \x20 log ends at     term {}, index {}\n\
+         \x20 holds           {}\n\
+         \x20 members         {before:?}\n\
+         \x20 recovery epoch  {}\n\
+         Of several disks recover the one with the highest term here, and of equal terms the highest index: a longer log of \
+         a lower term holds less of what was acknowledged.",
+        folder.identity().node_id,
+        folder.identity().cluster_id,
+        last.committed_leader_id().term,
+        last.index(),
+        contents(state),
+        state.recovery_epoch(),
+    )
 }
 
 /// The state and the membership at the end of the log.
@@ -180,5 +219,24 @@ fn alone(id: NodeId, node: Node, term: u64, index: u64, state: Vec<u8>) -> NewLi
             last_membership: StoredMembership::new(Some(at), membership),
         },
         state,
+    }
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+
+    #[test]
+    fn a_repeat_names_the_masters_of_the_first_run() {
+        let node = Node {
+            rpc_address: "h:1".into(),
+            http_address: "h:2".into(),
+            disk_id: "d".into(),
+        };
+        let alone = alone(2, node, 5, 9, Vec::new()).meta.last_membership;
+        assert_eq!(members_before(None, &alone), [2]);
+        assert_eq!(members_before(Some(""), &alone), [2], "begun by an older program");
+        let noted = note(&[1, 2, 3]);
+        assert_eq!(members_before(Some(&noted), &alone), [1, 2, 3]);
     }
 }

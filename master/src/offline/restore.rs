@@ -14,7 +14,7 @@ use mooncake_raft_store::{
 use mooncake_state::State;
 
 use super::cli::RestoreFlags;
-use super::{contents, next_epoch, now_ms, raise_epoch};
+use super::{contents, next_epoch, now_s, raise_epoch};
 use crate::config::{InitialCluster, MAX_CLUSTER_ID_BYTES};
 use crate::consensus::check_version;
 
@@ -26,12 +26,12 @@ pub(super) fn run(flags: &RestoreFlags) -> Result<String, String> {
             "--initial-cluster does not name master {id}, which --node-id says this is"
         ));
     }
-    if members.0.len() > 1 && flags.recovery_epoch.is_none() {
+    if members.0.len() > 1 && flags.epoch.recovery_epoch.is_none() {
         return Err(format!(
             "a cluster of {} masters is restored by one command on each, and all of them must give the same \
              --recovery-epoch, above that of every earlier restore: for example --recovery-epoch {}",
             members.0.len(),
-            now_ms() / 1000
+            now_s()
         ));
     }
     let (backup, mut state) = open(&flags.snapshot)?;
@@ -45,7 +45,7 @@ pub(super) fn run(flags: &RestoreFlags) -> Result<String, String> {
             "--cluster-id must have 1 to {MAX_CLUSTER_ID_BYTES} bytes"
         ));
     }
-    let epoch = next_epoch(flags.recovery_epoch, state.recovery_epoch())?;
+    let epoch = next_epoch(&flags.epoch, state.recovery_epoch(), now_s())?;
     let (term, index) = (info.term + 1, info.index + 1);
     // The time of the backup, not of now: every master must make the same state of it.
     let time_ms = state.time_ms();

@@ -309,7 +309,7 @@ impl Opening {
             format!(
                 "node {node} belongs to the recovery epoch {}, this master's cluster has {epoch}: it is left over from before \
                  a restore or a recovery. Stop these masters and delete their data folders; or, if they are the right \
-                 ones, restore them with --recovery-epoch above {}",
+                 ones, restore them with --recovery-epoch above {} (and --force-epoch, if that is far from the time)",
                 highest.recovery_epoch, highest.recovery_epoch
             ),
         ))

@@ -113,7 +113,10 @@ pub async fn probe(address: &str, with_state_digest: bool) -> Option<pb::ProbeRe
         Some(secret()),
         Purpose::Raft,
     );
-    let ask = client.probe(pb::ProbeRequest { with_state_digest });
+    let ask = client.probe(pb::ProbeRequest {
+        with_state_digest,
+        ..Default::default()
+    });
     Some(
         tokio::time::timeout(Duration::from_secs(20), ask)
             .await

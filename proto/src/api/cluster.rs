@@ -17,6 +17,11 @@ pub struct ClusterStatus {
     pub applied_index: u64,
     /// Last log index on the answering master.
     pub last_log_index: u64,
+    /// The term of its last log entry. Of two disks the one with the higher term holds more of what was acknowledged,
+    /// whatever the indexes; of equal terms the one with the higher index. 0: an empty log, or a master from before
+    /// this field.
+    #[serde(default)]
+    pub last_log_term: u64,
     /// The gate for commands and encodings.
     pub cluster_version: u32,
     /// Raised by restore and by recovery after quorum loss.

@@ -33,13 +33,13 @@ struct Chain {
 }
 
 impl StateMachine for Chain {
-    fn apply(&mut self, log_id: LogId, command: &[u8]) -> Vec<u8> {
+    fn apply(&mut self, log_id: LogId, command: &[u8]) -> Result<Vec<u8>, String> {
         let mut hasher = crc32fast::Hasher::new_with_initial(self.hash);
         hasher.update(command);
         self.hash = hasher.finalize();
         self.count += 1;
         self.last_index = log_id.index();
-        self.count.to_le_bytes().to_vec()
+        Ok(self.count.to_le_bytes().to_vec())
     }
 
     fn snapshot(&self) -> Box<dyn FnOnce() -> Vec<u8> + Send> {

@@ -95,7 +95,7 @@ async fn a_recovered_folder_begins_a_new_life_behind_its_whole_log() {
         "what the snapshot does not cover"
     );
     let identity = offline
-        .begin_new_life(|identity| new_life(21, &identity.disk_id))
+        .begin_new_life("", |identity| new_life(21, &identity.disk_id))
         .unwrap();
     assert_ne!(
         identity.disk_id, old_disk,
@@ -125,15 +125,32 @@ async fn a_recovery_cut_off_at_any_step_is_refused_until_it_is_repeated() {
             .unwrap();
         } else {
             let offline = Offline::open(folder.path()).unwrap();
-            crate::offline::cut_off_after(offline, steps, |identity| new_life(21, &identity.disk_id));
+            assert_eq!(offline.begun(), None);
+            crate::offline::cut_off_after(offline, steps, "members 1, 2, 3", |identity| {
+                new_life(21, &identity.disk_id)
+            });
         }
         let why = refused(folder.path());
-        assert!(why.contains("Run it again"), "{steps}: {why}");
+        assert!(
+            why.contains("Run it again") && !why.contains("members"),
+            "{steps}: {why}"
+        );
         let offline = Offline::open(folder.path()).unwrap();
+        // What was noted of the old life outlasts a repeat that is cut off too, and sees the new one.
+        if steps > 0 {
+            assert_eq!(offline.begun(), Some("members 1, 2, 3"), "{steps}");
+            let next = offline.last_log_id().unwrap().index() + 1;
+            crate::offline::cut_off_after(offline, 1, "members 1", |identity| {
+                new_life(next, &identity.disk_id)
+            });
+        }
+        let offline = Offline::open(folder.path()).unwrap();
+        let noted = ["", "members 1, 2, 3"][usize::from(steps > 0)];
+        assert_eq!(offline.begun(), Some(noted), "{steps}");
         let next = offline.last_log_id().unwrap().index() + 1;
         assert!(next == 21 || next == 22, "{steps}: {next}");
         let identity = offline
-            .begin_new_life(|identity| new_life(next, &identity.disk_id))
+            .begin_new_life("members 1", |identity| new_life(next, &identity.disk_id))
             .unwrap();
         assert_new_life(folder.path(), next, &identity.disk_id).await;
     }
@@ -161,6 +178,8 @@ async fn only_a_master_s_own_idle_folder_is_recovered() {
 async fn a_restore_makes_a_folder_and_never_writes_over_one() {
     let folder = tempfile::tempdir().unwrap();
     let path = folder.path().join("new");
+    // A disk of its own has this.
+    std::fs::create_dir_all(path.join("lost+found")).unwrap();
     create_folder(&path, "test-cluster", 1, "disk", &new_life(5, "disk")).unwrap();
     assert_new_life(&path, 5, "disk").await;
     let again = create_folder(&path, "test-cluster", 1, "disk", &new_life(5, "disk"));
@@ -176,4 +195,31 @@ async fn a_restore_makes_a_folder_and_never_writes_over_one() {
     let again = create_folder(&path, "test-cluster", 1, "disk", &new_life(5, "disk"));
     assert!(again.unwrap_err().to_string().contains("Delete the folder"));
     assert!(matches!(Offline::open(&path), Err(OpenError::Unfit { .. })));
+}
+
+#[tokio::test]
+async fn a_recovery_that_begins_and_breaks_off_while_a_master_opens_the_folder_is_seen() {
+    let folder = tempfile::tempdir().unwrap();
+    lived_in(folder.path()).await;
+    let opened = Store::open_between(folder.path(), options(), false, || {
+        let offline = Offline::open(folder.path()).unwrap();
+        crate::offline::cut_off_after(offline, 1, "", |identity| new_life(21, &identity.disk_id));
+    });
+    assert!(matches!(opened, Err(OpenError::Unfinished { .. })));
+}
+
+#[tokio::test]
+async fn the_end_of_the_log_is_told_also_where_only_a_snapshot_is_left() {
+    let folder = tempfile::tempdir().unwrap();
+    lived_in(folder.path()).await;
+    let store = open(folder.path());
+    assert_eq!(store.log_end().last(), Some(log_id(3, 20)));
+    store.close().await.unwrap();
+    let offline = Offline::open(folder.path()).unwrap();
+    offline
+        .begin_new_life("", |identity| new_life(21, &identity.disk_id))
+        .unwrap();
+    let store = open(folder.path());
+    assert_eq!(store.log_end().last(), Some(log_id(RECOVERED_TERM, 21)));
+    store.close().await.unwrap();
 }

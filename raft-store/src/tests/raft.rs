@@ -103,7 +103,7 @@ async fn one_node_answers_every_entry_and_comes_back_with_all_of_it() {
         for number in 0..100 {
             let command = content(life, number);
             let written = raft.client_write(Command(command.clone())).await.unwrap();
-            expected.apply(written.log_id, &command);
+            expected.apply(written.log_id, &command).unwrap();
             assert_eq!(written.data, Reply(expected.count.to_le_bytes().to_vec()));
             assert!(
                 reader.read().index() >= written.log_id.index(),
