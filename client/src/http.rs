@@ -74,7 +74,7 @@ pub struct Http {
 
 struct Limits {
     objects: Arc<Semaphore>,
-    looks: Semaphore,
+    looks: Arc<Semaphore>,
 }
 
 impl Http {
@@ -82,7 +82,7 @@ impl Http {
     pub fn new(node_id: String, store: Store, metrics: metrics::Sources) -> Self {
         let limits = Limits {
             objects: Arc::new(Semaphore::new(MAX_OBJECT_READS)),
-            looks: Semaphore::new(MAX_LOOKS),
+            looks: Arc::new(Semaphore::new(MAX_LOOKS)),
         };
         let status = metrics.status.clone();
         Self {
@@ -152,20 +152,24 @@ async fn readyz(State(http): State<Http>) -> Response {
         .into_response()
 }
 
-/// Runs what asks the disk, a few at a time.
+/// Runs what asks the disk, a few at a time. It keeps its turn to its end, also if its caller goes away meanwhile.
 async fn look<T: Send + 'static>(
-    http: &Http,
+    turns: &Arc<Semaphore>,
     work: impl FnOnce() -> T + Send + 'static,
 ) -> Result<T, Response> {
-    let _turn = http.limits.looks.acquire().await.expect("never closed");
-    tokio::task::spawn_blocking(work)
-        .await
+    let turn = turns.clone().acquire_owned().await.expect("never closed");
+    let work = tokio::task::spawn_blocking(move || {
+        let done = work();
+        drop(turn);
+        done
+    });
+    work.await
         .map_err(|e| problem(ProblemCode::Internal, e.to_string()))
 }
 
 async fn show_metrics(State(http): State<Http>) -> Response {
     let sources = http.metrics.clone();
-    match look(&http, move || metrics::render(&sources)).await {
+    match look(&http.limits.looks, move || metrics::render(&sources)).await {
         Ok(Ok(text)) => (
             [(
                 header::CONTENT_TYPE,
@@ -184,7 +188,7 @@ async fn show_metrics(State(http): State<Http>) -> Response {
 
 async fn holdings(State(http): State<Http>) -> Response {
     let store = http.store.clone();
-    let read = look(&http, move || {
+    let read = look(&http.limits.looks, move || {
         let holdings: Vec<_> = store
             .holdings()
             .into_iter()
@@ -331,5 +335,30 @@ impl Reader {
         let mut bytes = vec![0; (end - start) as usize];
         file.read_exact_at(&mut bytes, start)?;
         Ok(Some(bytes.into()))
+    }
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+
+    #[tokio::test]
+    async fn a_look_at_a_disk_that_hangs_keeps_its_turn_when_its_caller_is_gone() {
+        let turns = Arc::new(Semaphore::new(MAX_LOOKS));
+        let (begun, begins) = tokio::sync::oneshot::channel();
+        let (release, gate) = std::sync::mpsc::channel::<()>();
+        let hung = look(&turns, move || {
+            begun.send(()).unwrap();
+            let _ = gate.recv();
+        });
+        tokio::select! {
+            _ = hung => panic!("the gate is closed"),
+            begun = begins => begun.unwrap(),
+        }
+        assert_eq!(turns.available_permits(), MAX_LOOKS - 1);
+        drop(release);
+        let all = turns.acquire_many(MAX_LOOKS as u32);
+        let all = tokio::time::timeout(Duration::from_secs(60), all).await;
+        assert!(all.expect("it ends with the look").is_ok());
     }
 }

@@ -5,7 +5,7 @@ use mooncake_client::{
     config::{Args, LogFormat},
     node::{Node, blocking_calls},
 };
-use std::{io::IsTerminal, process::ExitCode};
+use std::{convert::Infallible, io::IsTerminal, process::ExitCode};
 use tokio::signal::unix::{SignalKind, signal};
 use tracing_subscriber::{EnvFilter, fmt, prelude::*};
 
@@ -60,7 +60,7 @@ fn main() -> ExitCode {
         Ok(runtime) => runtime,
         Err(e) => return failed(&anyhow::anyhow!("cannot start the runtime: {e}")),
     };
-    let result = runtime.block_on(async {
+    let ended: anyhow::Result<Infallible> = runtime.block_on(async {
         let mut terminate = signal(SignalKind::terminate()).context("cannot wait for SIGTERM")?;
         let mut interrupt = signal(SignalKind::interrupt()).context("cannot wait for SIGINT")?;
         let mut node = Node::start(settings).await?;
@@ -71,21 +71,33 @@ fn main() -> ExitCode {
         };
         // A second signal while it stops: the default would be lost to the handlers above.
         let stopped = tokio::select! {
-            () = node.shutdown() => true,
+            () = node.stop() => true,
             _ = terminate.recv() => false,
             _ = interrupt.recv() => false,
         };
         if !stopped {
             tracing::warn!("a second signal: stopping at once; what was journaled is kept");
         }
-        fault.map_or(Ok(()), Err)
+        // With everything in place: who lets go of the store waits for its threads, and a disk that hangs keeps them.
+        end(fault)
     });
-    // Blocking work that hangs on a disk must not keep the process.
-    runtime.shutdown_background();
-    match result {
-        Ok(()) => ExitCode::SUCCESS,
-        Err(e) => failed(&e),
+    match ended {
+        Ok(never) => match never {},
+        Err(e) => end(Some(e)),
     }
+}
+
+/// The end of the process, whatever still waits for a disk.
+fn end(fault: Option<anyhow::Error>) -> ! {
+    let code = match &fault {
+        None => 0,
+        Some(error) => {
+            tell(error);
+            1
+        }
+    };
+    // SAFETY: `_exit` only ends the process; standard error, where the log goes, is not buffered.
+    unsafe { libc::_exit(code) }
 }
 
 fn usage(why: &str) -> ExitCode {
@@ -94,9 +106,13 @@ fn usage(why: &str) -> ExitCode {
 }
 
 fn failed(error: &anyhow::Error) -> ExitCode {
+    tell(error);
+    ExitCode::FAILURE
+}
+
+fn tell(error: &anyhow::Error) {
     tracing::error!("{error:#}");
     eprintln!("error: {error:#}");
-    ExitCode::FAILURE
 }
 
 /// Every staged model keeps a folder open and every peer a socket: take as many files as the system allows.

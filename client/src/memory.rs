@@ -10,7 +10,10 @@
 
 use mooncake_proto::manifest::BLOCK_SIZE_RANGE;
 use parking_lot::Mutex;
-use std::ops::{Deref, DerefMut};
+use std::{
+    collections::VecDeque,
+    ops::{Deref, DerefMut},
+};
 
 /// The smallest piece: a block of the smallest size. Smaller files' blocks take one too.
 const SMALL_BYTES: usize = *BLOCK_SIZE_RANGE.start() as usize;
@@ -30,7 +33,8 @@ struct Idle {
     small: Vec<Vec<u8>>,
     /// How many of them are kept.
     keep: usize,
-    large: Vec<Vec<u8>>,
+    /// Those that were used last at the back: the ones to be kept.
+    large: VecDeque<Vec<u8>>,
     /// Capacities of `large`.
     large_bytes: usize,
     large_in_use: usize,
@@ -41,7 +45,7 @@ impl Idle {
         Self {
             small: Vec::new(),
             keep: 0,
-            large: Vec::new(),
+            large: VecDeque::new(),
             large_bytes: 0,
             large_in_use: 0,
         }
@@ -53,7 +57,7 @@ impl Idle {
         }
         self.large_in_use += 1;
         let found = self.large.iter().rposition(|b| b.capacity() >= len)?;
-        let piece = self.large.swap_remove(found);
+        let piece = self.large.remove(found).expect("just found");
         self.large_bytes -= piece.capacity();
         Some(piece)
     }
@@ -69,14 +73,14 @@ impl Idle {
         }
         self.large_in_use -= 1;
         self.large_bytes += bytes.capacity();
-        self.large.push(bytes);
+        self.large.push_back(bytes);
         let most = match self.large_in_use {
             0 => MAX_RESTING_BYTES,
             _ => MAX_IDLE_BYTES,
         };
         let mut surplus = Vec::new();
         while self.large_bytes > most
-            && let Some(piece) = self.large.pop()
+            && let Some(piece) = self.large.pop_front()
         {
             self.large_bytes -= piece.capacity();
             surplus.push(piece);
@@ -185,6 +189,24 @@ mod tests {
             idle.large_bytes,
             idle.large.iter().map(Vec::capacity).sum::<usize>()
         );
+    }
+
+    /// A transfer of blocks of one size must not be left with pieces of another one's.
+    #[test]
+    fn pieces_that_are_in_use_displace_those_of_an_earlier_size() {
+        let (small, large) = (1 << 20, 4 << 20);
+        let mut idle = Idle::new();
+        let in_use = 2 * MAX_IDLE_BYTES / small;
+        assert!((0..in_use).all(|_| idle.pop(small).is_none()));
+        (1..in_use).for_each(|_| drop(idle.push(piece(small), false)));
+        assert_eq!(idle.large_bytes, MAX_IDLE_BYTES);
+        assert!(idle.pop(large).is_none(), "none is large enough");
+        assert_eq!(
+            idle.push(piece(large), false).len(),
+            4,
+            "as many bytes of the old ones"
+        );
+        assert_eq!(idle.pop(large).map(|p| p.capacity()), Some(large));
     }
 
     #[test]

@@ -274,8 +274,13 @@ impl Node {
         }
     }
 
-    /// Not ready, goodbye to the master, tasks stopped, journals flushed, ports closed; each in bounded time.
+    /// [`Node::stop`], and lets go of everything: that waits for the store's threads, however long they hang.
     pub async fn shutdown(mut self) {
+        self.stop().await;
+    }
+
+    /// Not ready, goodbye to the master, tasks stopped, journals flushed, ports closed; each in bounded time.
+    pub async fn stop(&mut self) {
         tracing::info!(node = %self.node_id, "stopping");
         self.http.draining.store(true, Ordering::Relaxed);
         // First: the master gives this node's work to others while the tasks end here.

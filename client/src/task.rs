@@ -1,5 +1,6 @@
 //! What every task of this node has in common, whatever moves its bytes: how it fails and what it counts.
 
+use crate::store::Artifact;
 use std::{
     sync::atomic::{AtomicU64, Ordering},
     time::Duration,
@@ -9,12 +10,14 @@ use tokio_util::task::TaskTracker;
 /// How long the end of a transfer waits for disk operations that were already under way.
 pub const DRAIN_TIMEOUT: Duration = Duration::from_secs(10);
 
-/// Waits, within [`DRAIN_TIMEOUT`], until nothing that `tracker` follows is under way: so a transfer that has
-/// returned touches its artifact no more.
-pub async fn quiet(tracker: &TaskTracker) {
+/// Waits until nothing that `tracker` follows is under way, so that a transfer which has returned touches `artifact` no
+/// more. If that is not so `within` the time, the artifact's handle ends instead: whatever lands later is not taken for
+/// anything, and the next transfer begins with another handle, once it has landed.
+pub async fn quiet(tracker: &TaskTracker, artifact: &Artifact, within: Duration) {
     tracker.close();
-    if tokio::time::timeout(DRAIN_TIMEOUT, tracker.wait()).await.is_err() {
-        tracing::warn!("disk operations of an ended transfer still go on: is the disk stuck?");
+    if tokio::time::timeout(within, tracker.wait()).await.is_err() {
+        tracing::warn!(model = %artifact.model(), "disk operations of an ended transfer still go on: is the disk stuck?");
+        artifact.abandon("disk operations of an ended transfer hang: look at the disk");
     }
 }
 
@@ -80,6 +83,8 @@ pub struct TransferCounters {
     /// (the second copy that the end of a transfer asks for, or an answer that a cancel did not overtake) or
     /// because nobody waited for them any more (their sender had been left meanwhile).
     pub duplicate_bytes: AtomicU64,
+    /// Bytes of staging that were hashed for declared checksums, whether they came in this task or were there before.
+    pub checked_bytes: AtomicU64,
 }
 
 impl TransferCounters {
@@ -96,6 +101,16 @@ impl TransferCounters {
     /// Counts bytes that arrived and were not taken.
     pub fn add_duplicate(&self, bytes: u64) {
         self.duplicate_bytes.fetch_add(bytes, Ordering::Relaxed);
+    }
+
+    /// Counts bytes that were hashed for a declared checksum.
+    pub fn add_checked(&self, bytes: u64) {
+        self.checked_bytes.fetch_add(bytes, Ordering::Relaxed);
+    }
+
+    /// Bytes that were hashed for declared checksums.
+    pub fn checked(&self) -> u64 {
+        self.checked_bytes.load(Ordering::Relaxed)
     }
 
     /// Bytes that arrived and were not taken.

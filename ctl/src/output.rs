@@ -209,6 +209,9 @@ pub fn job(job: &JobSnapshot) -> String {
     if let Some(error) = &job.last_error {
         text.push_str(&format!("error   {error}\n"));
     }
+    if let Some(what) = &job.waiting_for {
+        text.push_str(&format!("waits   {what}\n"));
+    }
     for warning in &job.warnings {
         let at = warning
             .pointer

@@ -64,8 +64,8 @@ async fn lead(ctx: &MasterContext) {
     let mut applied = ctx.consensus.applied();
     let tick = ctx.options.tick;
     loop {
-        let worked = cycle(ctx).await;
-        let waits = Instant::now();
+        let (began, mut accounted) = (Instant::now(), Duration::ZERO);
+        let worked = cycle(ctx, &mut accounted).await;
         if worked == Worked::InVain {
             // The log refused everything: the state will not be asked the same again at once.
             tokio::time::sleep(tick).await;
@@ -77,15 +77,52 @@ async fn lead(ctx: &MasterContext) {
             }
             tokio::time::sleep(MIN_PAUSE).await;
         }
-        if waits.elapsed() > tick + OWN_STALL {
-            let stood_ms = waits.elapsed().as_millis() as u64;
+        if let Some(stood) = stood(began.elapsed(), accounted, tick) {
             tracing::warn!(
-                stood_ms,
+                stood_ms = stood.as_millis() as u64,
                 "this process stood still: the nodes get a new reconnect window"
             );
             ctx.metrics.stalls.inc();
             ctx.sessions.facts_mut().observed.begin_again(ctx.now_ms());
         }
+    }
+}
+
+/// How long this process stood still in a round that took `elapsed`, if that is more than a late tick: what was spent on
+/// waiting for others and on working is `accounted` for.
+fn stood(elapsed: Duration, accounted: Duration, tick: Duration) -> Option<Duration> {
+    let rest = elapsed.saturating_sub(accounted);
+    (rest > tick + OWN_STALL).then_some(rest)
+}
+
+/// Others decide how long `work` takes.
+async fn awaited<T>(accounted: &mut Duration, work: impl Future<Output = T>) -> T {
+    let began = Instant::now();
+    let done = work.await;
+    *accounted += began.elapsed();
+    done
+}
+
+/// `work` takes the time that it computes; what it takes beyond that, it stood still.
+fn computed<T>(accounted: &mut Duration, work: impl FnOnce() -> T) -> T {
+    let began = thread_time();
+    let done = work();
+    *accounted += thread_time().saturating_sub(began);
+    done
+}
+
+/// Time that this thread has computed for.
+fn thread_time() -> Duration {
+    let mut time = libc::timespec {
+        tv_sec: 0,
+        tv_nsec: 0,
+    };
+    // SAFETY: the call fills the structure that it is given.
+    let failed = unsafe { libc::clock_gettime(libc::CLOCK_THREAD_CPUTIME_ID, &mut time) };
+    match failed {
+        0 => Duration::new(time.tv_sec as u64, time.tv_nsec as u32),
+        // A system without such a clock: a long plan counts as a stall then.
+        _ => Duration::ZERO,
     }
 }
 
@@ -113,8 +150,8 @@ enum Worked {
     InVain,
 }
 
-async fn cycle(ctx: &MasterContext) -> Worked {
-    set_limits(ctx).await;
+async fn cycle(ctx: &MasterContext, accounted: &mut Duration) -> Worked {
+    awaited(accounted, set_limits(ctx)).await;
     let reports = {
         let mut facts = ctx.sessions.facts_mut();
         for node in facts.close_lost(Instant::now(), ctx.options.suspect_after) {
@@ -123,22 +160,24 @@ async fn cycle(ctx: &MasterContext) -> Worked {
         facts.take_pending()
     };
     if !reports.is_empty() {
-        let outcome = propose_all(ctx, reports).await;
+        let outcome = awaited(accounted, propose_all(ctx, reports)).await;
         if !outcome.unsettled.is_empty() {
             ctx.sessions.facts_mut().put_back(outcome.unsettled);
             return Worked::InVain;
         }
     }
     let now_ms = ctx.now_ms();
-    let intents = {
-        let facts = ctx.sessions.facts();
-        plan(&ctx.consensus.state(), &facts.observed, now_ms)
-    };
-    let commands = hand_out(&mut ctx.sessions.facts_mut(), intents, now_ms);
+    let commands = computed(accounted, || {
+        let intents = {
+            let facts = ctx.sessions.facts();
+            plan(&ctx.consensus.state(), &facts.observed, now_ms)
+        };
+        hand_out(&mut ctx.sessions.facts_mut(), intents, now_ms)
+    });
     if commands.is_empty() {
         return Worked::Well;
     }
-    let outcome = propose_all(ctx, commands).await;
+    let outcome = awaited(accounted, propose_all(ctx, commands)).await;
     if outcome.effective == 0 {
         Worked::InVain
     } else {
@@ -396,6 +435,36 @@ mod tests {
         assert_eq!((about, failure.code.as_str()), (&report, REPORT_TOO_LARGE));
         assert_eq!(too_large(&instead, &error), None, "once is enough");
         assert_eq!(too_large(&Command::Tick { now_ms: 0 }, &error), None);
+    }
+
+    #[test]
+    fn only_time_that_nothing_accounts_for_is_a_stall() {
+        let s = Duration::from_secs_f64;
+        let cases = [
+            (0.3, 0.0, None),
+            (1.25, 0.0, None),
+            (1.26, 0.0, Some(1.26)),
+            // A quorum that is slow, a plan that is large.
+            (9.0, 8.7, None),
+            (9.0, 4.0, Some(5.0)),
+            (1.0, 1.1, None),
+        ];
+        for (elapsed, accounted, stall) in cases {
+            let found = stood(s(elapsed), s(accounted), s(0.25));
+            assert_eq!(found, stall.map(s), "{elapsed} {accounted}");
+        }
+        let mut accounted = Duration::ZERO;
+        let began = thread_time();
+        let sum: u64 = computed(&mut accounted, || {
+            (0..1_000_000u64).map(std::hint::black_box).sum()
+        });
+        assert_eq!(sum, 499_999_500_000);
+        assert!(accounted > Duration::ZERO && accounted <= thread_time() - began);
+        // What sleeps does not compute.
+        let before = accounted;
+        let asleep = Duration::from_millis(50);
+        computed(&mut accounted, || std::thread::sleep(asleep));
+        assert!(accounted - before < asleep);
     }
 
     #[test]

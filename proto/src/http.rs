@@ -2,7 +2,8 @@
 //!
 //! Guaranteed: at most [`Limits::connections`] are open (more wait in the kernel's queue); a connection that has
 //! not sent a whole request's head within [`Limits::head`], from its start or since its last answer, is closed, and
-//! so is one that takes no byte of what is due to it for [`Limits::write`]: with it goes what its request held.
+//! so is one that does not take what is due to it at [`LEAST_BYTES_PER_S`], pauses of [`Limits::write`] in all set aside:
+//! with it goes what its request held.
 //! Not guaranteed: an end of a request's body, or of an answer that its handler does not finish; handlers bound
 //! these.
 
@@ -33,6 +34,9 @@ use tokio::{
 
 /// Longest head that is read.
 const MAX_HEAD_BYTES: usize = 64 << 10;
+/// Slowest caller that is waited for, as with the bodies that callers send. Answers and objects that are read more
+/// slowly keep a place that others need.
+pub const LEAST_BYTES_PER_S: u64 = 1 << 20;
 /// After a failed accept (out of file descriptors).
 const ACCEPT_PAUSE: Duration = Duration::from_millis(50);
 
@@ -43,7 +47,8 @@ pub struct Limits {
     pub connections: usize,
     /// Longest time for a request's head; also how long an idle connection is kept.
     pub head: Duration,
-    /// Longest time in which a client takes no byte of what is due to it.
+    /// How long a client may take nothing of what is due to it, at once or in several pauses: what it takes at more
+    /// than the least pace makes up for them.
     pub write: Duration,
 }
 
@@ -111,35 +116,62 @@ where
     while tasks.join_next().await.is_some() {}
 }
 
+/// How long a client is still waited for. It gets the time that what it takes needs at the least pace, and never has
+/// more than `most` left: what it took quickly once does not allow it to drip for hours.
+#[derive(Clone, Copy, Debug, PartialEq, Eq)]
+struct Patience {
+    most: Duration,
+    left: Duration,
+}
+
+impl Patience {
+    fn new(most: Duration) -> Self {
+        Self { most, left: most }
+    }
+
+    fn waited(&mut self, time: Duration) {
+        self.left = self.left.saturating_sub(time);
+    }
+
+    fn took(&mut self, bytes: usize) {
+        let earned = Duration::from_secs_f64(bytes as f64 / LEAST_BYTES_PER_S as f64);
+        self.left = (self.left + earned).min(self.most);
+    }
+}
+
 /// One connection, which must take what is due to it.
 struct Guest {
     stream: TcpStream,
-    most: Duration,
-    /// Whether `patience` runs: something is due.
-    waiting: bool,
-    patience: Pin<Box<Sleep>>,
+    patience: Patience,
+    /// Since when something is due; `timer` runs.
+    waiting: Option<Instant>,
+    timer: Pin<Box<Sleep>>,
 }
 
 impl Guest {
     fn new(stream: TcpStream, most: Duration) -> Self {
         Self {
             stream,
-            most,
-            waiting: false,
-            patience: Box::pin(tokio::time::sleep(most)),
+            patience: Patience::new(most),
+            waiting: None,
+            timer: Box::pin(tokio::time::sleep(most)),
         }
     }
 
     fn written(&mut self, cx: &mut Context<'_>, step: Poll<io::Result<usize>>) -> Poll<io::Result<usize>> {
-        if step.is_ready() {
-            self.waiting = false;
+        if let Poll::Ready(taken) = &step {
+            if let Some(since) = self.waiting.take() {
+                self.patience.waited(since.elapsed());
+            }
+            self.patience.took(*taken.as_ref().unwrap_or(&0));
             return step;
         }
-        if !self.waiting {
-            self.patience.as_mut().reset(Instant::now() + self.most);
-            self.waiting = true;
+        if self.waiting.is_none() {
+            let now = Instant::now();
+            self.waiting = Some(now);
+            self.timer.as_mut().reset(now + self.patience.left);
         }
-        ready!(self.patience.as_mut().poll(cx));
+        ready!(self.timer.as_mut().poll(cx));
         Poll::Ready(Err(io::ErrorKind::TimedOut.into()))
     }
 }
@@ -289,6 +321,30 @@ mod tests {
             .unwrap();
         assert_eq!(within(port.gone.recv()).await, Some(()));
         drop(client);
+    }
+
+    #[test]
+    fn who_takes_too_little_is_waited_for_less_and_less() {
+        let most = Duration::from_secs(30);
+        let second = Duration::from_secs(1);
+        // Seconds until `bytes_per_s`, taken once a second, is given up; `None`: never.
+        let lasts = |bytes_per_s: u64| {
+            let mut patience = Patience::new(most);
+            (1..100_000).find(|_| {
+                patience.waited(second);
+                let over = patience.left.is_zero();
+                patience.took(bytes_per_s as usize);
+                over
+            })
+        };
+        assert_eq!(lasts(0), Some(30));
+        // Never silent for longer than a second.
+        assert_eq!(lasts(1), Some(31));
+        assert!(matches!(lasts(LEAST_BYTES_PER_S / 2), Some(58..=60)));
+        assert_eq!(lasts(LEAST_BYTES_PER_S), None);
+        let mut patience = Patience::new(most);
+        patience.took(1 << 40);
+        assert_eq!(patience.left, most, "no credit for later");
     }
 
     #[tokio::test]

@@ -33,6 +33,9 @@ pub const PROTOCOL_VERSION: u32 = 1;
 pub const PROTOCOL_VERSION_MIN: u32 = 1;
 /// The cluster id used where none is configured (Mooncake's own default).
 pub const DEFAULT_CLUSTER_ID: &str = "mooncake_cluster";
+/// Downloads that a node has at work at once: a client lets more wait in line, and masters order no more. One keeps a
+/// disk or a link busy; each more only holds buffers.
+pub const MAX_ACQUISITIONS: usize = 8;
 /// Largest frame of a node session, in bytes.
 pub const MAX_SESSION_FRAME_BYTES: usize = 1 << 20;
 /// Largest command in the Raft log, in bytes. Larger manifests go in as parts.

@@ -22,7 +22,7 @@ mod transfer;
 pub use decide::{Action, Ask, Current, Head, Phase, Refusal, TaskKind, decide};
 pub use order::{AcquireOrder, Layout, Order, OrderError, ReplicateOrder, Secretive, What};
 pub use reports::{Cursor, Live, MAX_BAD_SOURCES, MAX_OUTCOMES, Moved, Outcome, Reports, Totals};
-pub use run::{MAX_ACQUISITIONS, MAX_BEGINS, MAX_PUBLISHES, MAX_REHASHES, publish_failure, store_failure};
+pub use run::{MAX_BEGINS, MAX_PUBLISHES, MAX_REHASHES, publish_failure, store_failure};
 pub use transfer::{AcquireJob, Boxed, FetchJob, Transfer};
 
 use crate::store::Store;
@@ -73,7 +73,7 @@ impl Executor {
             store,
             transfer,
             reports,
-            acquisitions: Semaphore::new(MAX_ACQUISITIONS),
+            acquisitions: Semaphore::new(mooncake_proto::MAX_ACQUISITIONS),
             begins: Semaphore::new(MAX_BEGINS),
             rehashes: Semaphore::new(MAX_REHASHES),
             publishes: Semaphore::new(MAX_PUBLISHES),

@@ -112,6 +112,7 @@ impl Entry {
             outcome: pb::TaskOutcome::Running as i32,
             fetched_bytes,
             refetched_bytes,
+            checked_bytes: live.map_or(0, |l| l.counters.checked()),
             bad_sources: live.map_or_else(Vec::new, |l| l.bad_sources.lock().iter().cloned().collect()),
             ..Default::default()
         };

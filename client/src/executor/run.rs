@@ -28,10 +28,6 @@ use std::{path::PathBuf, sync::Arc};
 use tokio::sync::{Semaphore, watch};
 use tokio_util::sync::CancellationToken;
 
-/// Acquisitions at work at once; more wait in line. They depend on nothing but their sources, so waiting
-/// cannot deadlock (replications may wait for each other across nodes: they are not limited). One acquisition keeps
-/// a disk or a link busy; each more only holds buffers.
-pub const MAX_ACQUISITIONS: usize = 8;
 /// Tasks that prepare their staging at once: each blocks a thread, and the disk does not get faster.
 pub const MAX_BEGINS: usize = 4;
 /// Steps of re-hashing what was recorded before a restart, at once: as for [`MAX_BEGINS`]. All tasks take turns, so
@@ -55,6 +51,8 @@ pub struct Shared {
     pub transfer: Arc<dyn Transfer>,
     /// Where outcomes go.
     pub reports: Arc<Reports>,
+    /// Of [`mooncake_proto::MAX_ACQUISITIONS`]. Acquisitions depend on nothing but their sources, so waiting cannot
+    /// deadlock (replications may wait for each other across nodes: they are not limited).
     pub(super) acquisitions: Semaphore,
     pub(super) begins: Semaphore,
     pub(super) rehashes: Semaphore,

@@ -139,6 +139,7 @@ fn difference(said: &mut BTreeMap<ModelRef, pb::Holding>, now: Vec<Holding>) -> 
             verified_blocks: 0,
             seal: None,
             local_path: String::new(),
+            rehashing: false,
             ..line.clone()
         });
     let mut out: Vec<_> = gone.collect();
@@ -171,6 +172,7 @@ pub fn wire_holding(h: Holding) -> pb::Holding {
         seal: h.seal.map(Into::into),
         local_path,
         fence: Some(h.fence.into()),
+        rehashing: h.rehashing,
     }
 }
 
@@ -217,6 +219,7 @@ mod tests {
             verified_blocks: blocks,
             seal: None,
             fence: Fence::default(),
+            rehashing: false,
         }
     }
 

@@ -176,8 +176,10 @@ impl Context {
         finished(work.await)
     }
 
-    /// Hashes and writes one block; it needs nobody to wait for it.
-    pub(super) fn write(&self, file: &SourceFile, block: u32, buffer: limits::Buffer) -> Writing {
+    /// Hashes and writes one block; it needs nobody to wait for it. From here on only the own disk decides how long
+    /// the buffer is needed: it does not count for its source any more.
+    pub(super) fn write(&self, file: &SourceFile, block: u32, mut buffer: limits::Buffer) -> Writing {
+        buffer.arrived();
         let artifact = self.artifact.clone();
         let token = file.writes.token();
         let handle = self.tracker.spawn(async move {
@@ -244,7 +246,7 @@ impl Context {
 
     /// Waits until nothing of this acquisition touches the artifact, or gives up waiting.
     pub(super) async fn drain(&self) {
-        quiet(&self.tracker).await;
+        quiet(&self.tracker, &self.artifact, self.config.drain_timeout).await;
     }
 }
 

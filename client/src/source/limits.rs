@@ -1,6 +1,7 @@
 //! The bounds of everything that reads sources, shared by all acquisitions of the process.
 
-use crate::{executor::MAX_ACQUISITIONS, memory::Block, store::Artifact};
+use crate::{memory::Block, store::Artifact, task::DRAIN_TIMEOUT};
+use mooncake_proto::MAX_ACQUISITIONS;
 use parking_lot::Mutex;
 use std::{
     collections::HashMap,
@@ -83,6 +84,8 @@ pub struct SourceConfig {
     pub retry_after_max: Duration,
     /// See [`PART_BYTES`].
     pub part_bytes: u64,
+    /// See [`DRAIN_TIMEOUT`](crate::task::DRAIN_TIMEOUT).
+    pub drain_timeout: Duration,
 }
 
 impl Default for SourceConfig {
@@ -97,9 +100,13 @@ impl Default for SourceConfig {
             retries: 8,
             retry_after_max: Duration::from_secs(300),
             part_bytes: PART_BYTES,
+            drain_timeout: DRAIN_TIMEOUT,
         }
     }
 }
+
+/// Between two looks of those who wait in any case.
+const SOME_TIME: Duration = Duration::from_secs(3600);
 
 static BUFFERS: LazyLock<Bound> = LazyLock::new(|| Bound::new(MAX_BUFFERS));
 static LOCAL_BUFFERS: LazyLock<Bound> = LazyLock::new(|| Bound::new(MAX_LOCAL_BUFFERS));
@@ -186,6 +193,11 @@ impl Bound {
 
     /// Waits in line, however long, while the line moves; gives up once it stood still for `patience`.
     async fn take(&self, patience: Duration) -> Result<Permit, Stuck> {
+        self.take_unless(patience, || false).await
+    }
+
+    /// The same; but does not give up while there is an `excuse` for the line.
+    async fn take_unless(&self, patience: Duration, excuse: impl Fn() -> bool) -> Result<Permit, Stuck> {
         let mut turn = pin!(permit(&self.permits, 1));
         let mut seen = self.returned.load(Ordering::Relaxed);
         loop {
@@ -196,7 +208,7 @@ impl Bound {
                 });
             }
             let now = self.returned.load(Ordering::Relaxed);
-            if now == seen {
+            if now == seen && !excuse() {
                 return Err(Stuck);
             }
             seen = now;
@@ -259,28 +271,43 @@ impl Buffers {
         })
     }
 
+    /// The same, however long it takes: for what has to be done some time.
+    pub(super) async fn call_some_time(&self) -> Call {
+        loop {
+            // Stuck or not, there is nothing else to do than to wait on.
+            if let Ok(call) = self.call(SOME_TIME).await {
+                return call;
+            }
+        }
+    }
+
     /// An empty buffer with room for one block. Whoever waits here must not hold a buffer that only more
     /// waiting could free.
     pub(super) async fn take(&self, patience: Duration) -> Result<Buffer, Stuck> {
-        self.take_within(&[&BUFFERS], patience).await
+        self.take_within(&[], patience).await
     }
 
     /// The same, for a source on this machine. The narrower bound first: who waits for it takes nothing from the
     /// others.
     pub(super) async fn take_local(&self, patience: Duration) -> Result<Buffer, Stuck> {
-        self.take_within(&[&self.share.buffers, &LOCAL_BUFFERS, &BUFFERS], patience)
+        self.take_within(&[&self.share.buffers, &LOCAL_BUFFERS], patience)
             .await
     }
 
-    async fn take_within(&self, bounds: &[&Bound], patience: Duration) -> Result<Buffer, Stuck> {
-        let mut permits = Vec::with_capacity(bounds.len());
-        for bound in bounds {
-            permits.push(bound.take(patience).await?);
+    async fn take_within(&self, narrower: &[&Bound], patience: Duration) -> Result<Buffer, Stuck> {
+        let mut until_arrived = Vec::with_capacity(narrower.len());
+        for bound in narrower {
+            until_arrived.push(bound.take(patience).await?);
         }
+        // Where every writer is at work, it is the own disk that gives no buffer back: no source is to blame, and the
+        // masters notice an attempt that stands still.
+        let disk_is_busy = || WRITE_TURNS.available_permits() == 0;
+        let permit = BUFFERS.take_unless(patience, disk_is_busy).await?;
         Ok(Buffer {
             bytes: Block::take(self.block_size),
-            _share: self.share.clone(),
-            _permits: permits,
+            share: Some(self.share.clone()),
+            until_arrived,
+            _permit: permit,
         })
     }
 }
@@ -289,8 +316,18 @@ impl Buffers {
 #[derive(Debug)]
 pub(super) struct Buffer {
     pub(super) bytes: Block,
-    _permits: Vec<Permit>,
-    _share: Arc<Share>,
+    /// Of the bounds on what one source, or all on this machine, may keep.
+    until_arrived: Vec<Permit>,
+    share: Option<Arc<Share>>,
+    _permit: Permit,
+}
+
+impl Buffer {
+    /// Its source has filled it: others of its kind may be read meanwhile.
+    pub(super) fn arrived(&mut self) {
+        self.until_arrived.clear();
+        self.share = None;
+    }
 }
 
 #[cfg(test)]

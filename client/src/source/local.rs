@@ -9,6 +9,7 @@
 use super::{
     AllowList, Location,
     context::{Context, SourceFile},
+    limits,
 };
 use crate::task::TaskFailure;
 use futures_util::{StreamExt, stream::FuturesUnordered};
@@ -113,22 +114,38 @@ fn cannot_read(file: &SourceFile, error: &io::Error) -> TaskFailure {
 }
 
 /// A source that is open, until its file is taken.
-struct Source(Option<File>);
+pub(super) struct Source {
+    file: Option<File>,
+    turns: Arc<limits::Buffers>,
+}
 
 impl Source {
+    pub(super) fn new(file: File, turns: Arc<limits::Buffers>) -> Self {
+        Self {
+            file: Some(file),
+            turns,
+        }
+    }
+
     fn file(&self) -> &File {
-        self.0.as_ref().expect("until it is dropped")
+        self.file.as_ref().expect("until it is dropped")
     }
 }
 
 impl Drop for Source {
-    /// Where a transfer is left early. Closing may wait for a network share, too.
+    /// Where a transfer is left early. Closing may wait for a network share, too: it takes its turn.
     fn drop(&mut self) {
-        let Some(file) = self.0.take() else { return };
-        match tokio::runtime::Handle::try_current() {
-            Ok(runtime) => drop(runtime.spawn_blocking(move || drop(file))),
-            Err(_) => drop(file),
-        }
+        let Some(file) = self.file.take() else { return };
+        let Ok(runtime) = tokio::runtime::Handle::try_current() else {
+            return drop(file);
+        };
+        let turns = self.turns.clone();
+        runtime.spawn(async move {
+            let turn = turns.call_some_time().await;
+            let closed = tokio::task::spawn_blocking(move || drop((file, turn)));
+            // Nothing in it panics; and a runtime that shuts down leaves the file to the end of the process.
+            let _ = closed.await;
+        });
     }
 }
 
@@ -155,7 +172,7 @@ pub(super) async fn fetch(context: &Arc<Context>, file: &Arc<SourceFile>) -> Res
         let (source, version) = open(&looked_at.allow, &what)?;
         // Advice only: some filesystems have none to take.
         let _ = rustix::fs::fadvise(&source, 0, None, rustix::fs::Advice::Sequential);
-        Ok((Source(Some(source)), version))
+        Ok((Source::new(source, looked_at.buffers.clone()), version))
     });
     let (source, version) = opened.await?;
     let source = Arc::new(source);
@@ -175,7 +192,7 @@ pub(super) async fn fetch(context: &Arc<Context>, file: &Arc<SourceFile>) -> Res
     let after = context.call_source(file, move || {
         let after = source.file().metadata().map(|m| Version::of(&m));
         // In this call's turn.
-        drop(Arc::into_inner(source).and_then(|mut source| source.0.take()));
+        drop(Arc::into_inner(source).and_then(|mut source| source.file.take()));
         Ok(after)
     });
     match after.await? {

@@ -16,7 +16,7 @@
 //! - Bytes beyond a file's declared size and bodies of error answers are never written.
 //! - Memory in block buffers is bounded for the whole process ([`limits::MAX_BUFFERS`]).
 //! - Canceling ends it within one operation of the own disk; verified blocks stay. A source that hangs is not waited
-//!   for.
+//!   for, nor is the own disk for ever: then the artifact's handle ends, so that nothing which lands later counts.
 //! - A source on this machine that hangs stops only what needs it: calls to sources, buffers for them, and work on
 //!   what is staged take turns apart from each other, and no model has more than its part of them.
 //!
@@ -46,11 +46,12 @@ use crate::{
     task::{TaskFailure, TransferCounters, quiet},
 };
 use context::{Context, SourceFile, disk_failure};
+use futures_util::FutureExt;
 use mooncake_proto::{
     digest::Digest,
     manifest::{Checksum, Seal, Sources},
 };
-use std::{collections::BTreeSet, sync::Arc};
+use std::{collections::BTreeSet, panic::AssertUnwindSafe, sync::Arc};
 use tokio::task::JoinSet;
 use tokio_util::{sync::CancellationToken, task::TaskTracker};
 
@@ -100,15 +101,18 @@ pub async fn acquire_with(
         let carried_over = run(&context, &sources, &mut files).await?;
         seal(&context, expected_seal, carried_over).await
     };
+    // A fault of this program must not leave condemned blocks behind either.
+    let whole = AssertUnwindSafe(whole).catch_unwind();
     let result = tokio::select! {
         biased;
-        () = cancel.cancelled() => Err(TaskFailure::canceled()),
+        () = cancel.cancelled() => Ok(Err(TaskFailure::canceled())),
         result = whole => result,
     };
     let forgotten = finish(&context, &mut files).await;
     if let Err(failure) = &forgotten {
         tracing::error!(%model, code = %failure.code, "{}", failure.message);
     }
+    let result = result.unwrap_or_else(|panic| std::panic::resume_unwind(panic));
     let seal = result.and_then(|seal| forgotten.map(|()| seal));
     match &seal {
         Ok(seal) => tracing::info!(%model, root = %seal.root, "acquired"),
@@ -289,7 +293,7 @@ async fn one_pass(context: &Arc<Context>, file: &Arc<SourceFile>) -> Result<(), 
     {
         // At the latest the end of the acquisition forgets them: this task may be stopped while it waits.
         context.condemn(&file.blocks);
-        quiet(&file.writes).await;
+        quiet(&file.writes, &context.artifact, context.config.drain_timeout).await;
         context.forget_condemned(&file.blocks).await?;
     }
     result

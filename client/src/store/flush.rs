@@ -159,6 +159,14 @@ impl Artifact {
         true
     }
 
+    /// Ends this handle without waiting for its writers, which may hang: what they write from now on does not count.
+    /// Whoever opens the staging again waits for them ([`close`](Self::close)). A published copy is left as it is.
+    pub(crate) fn abandon(&self, why: &str) {
+        if !matches!(self.state.lock().phase, Phase::Staged) {
+            self.close_state(why.to_owned());
+        }
+    }
+
     /// A published copy turned out to be damaged or gone.
     pub(crate) fn close_staged(&self, why: &str) {
         self.close_state(why.to_owned());

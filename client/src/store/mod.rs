@@ -209,6 +209,8 @@ impl Store {
     }
 
     fn holding_of(&self, artifact: &Artifact) -> Holding {
+        // First: when it has ended, what is read afterwards is all there is.
+        let rehashing = !artifact.rehashed();
         Holding {
             model: artifact.model().clone(),
             generation: artifact.generation(),
@@ -218,6 +220,7 @@ impl Store {
             verified_blocks: artifact.have_count(),
             seal: artifact.seal_if_whole(),
             fence: self.inner.fences.of(artifact.model()),
+            rehashing,
         }
     }
 

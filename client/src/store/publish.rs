@@ -55,8 +55,9 @@ impl Artifact {
             return Ok(self.final_path.clone());
         }
         self.flush_locked(&mut journal)?;
-        if journal.is_none() {
-            let why = self.closed().unwrap_or_default();
+        let closed = self.closed();
+        if journal.is_none() || closed.is_some() {
+            let why = closed.unwrap_or_default();
             return Err(StoreError::Closed {
                 model: Box::new(self.model.clone()),
                 why,

@@ -121,6 +121,8 @@ pub struct Holding {
     pub seal: Option<Seal>,
     /// Highest fence obeyed for this artifact.
     pub fence: Fence,
+    /// What was recorded before a restart is still being checked: there may be more than is named here.
+    pub rehashing: bool,
 }
 
 /// Where an object's bytes are in its artifact.

@@ -52,6 +52,9 @@ const STARVED_US: u64 = 250_000;
 const STALL_US: u64 = 3_000_000;
 /// Stalled for this long: drop it.
 const STALL_DROP_US: u64 = 15_000_000;
+/// Without any answer for this long: drop it, also if nobody else has what it was asked for. More than the slowest
+/// sending of a block that its own end bears ([`crate::transport::block_time`]), so that who is only slow is not left.
+const SILENT_DROP_US: u64 = 30_000_000;
 /// How late a block must be, at least, before endgame asks a second peer.
 const ENDGAME_AGE_US: u64 = 300_000;
 /// Missing blocks at which endgame begins, at most.
@@ -649,7 +652,8 @@ impl Chooser {
                 continue;
             };
             let usual = p.pace.base_latency_us().map_or(0, |base| (base * 8.0) as u64);
-            if now_us < oldest.max(p.last_delivery_us) + STALL_US.max(usual) {
+            let silent_us = now_us.saturating_sub(oldest.max(p.last_delivery_us));
+            if silent_us < STALL_US.max(usual) {
                 continue;
             }
             // Where nobody else has a block, waiting is all there is; where every request is canceled, it owes
@@ -659,6 +663,15 @@ impl Chooser {
             let others_have = |b: &u32| self.holders[*b as usize] > 1;
             let cancel: Vec<u32> = standing.iter().copied().filter(others_have).collect();
             if cancel.is_empty() && !standing.is_empty() {
+                // But not for ever: a connection that brings nothing keeps its part of the budget from others, and
+                // another one to the same peer may do better.
+                if silent_us >= SILENT_DROP_US.max(usual) {
+                    stalls.push(Stall {
+                        peer,
+                        cancel,
+                        drop: true,
+                    });
+                }
                 continue;
             }
             self.count(peer, false);

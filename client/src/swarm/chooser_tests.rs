@@ -336,6 +336,37 @@ fn a_peer_that_stays_stalled_is_dropped() {
     assert_ne!(c.next(STALL_US + STALL_DROP_US).unwrap().peer, first.peer);
 }
 
+/// It answers pings and no request: it would keep what it was asked for, and the budget for it, for ever.
+#[test]
+fn the_only_holder_is_dropped_too_when_it_answers_nothing() {
+    let mut c = chooser(2);
+    add(&mut c, 0, traits(0, true));
+    c.announce(0, 0);
+    c.announce(0, 1);
+    assert_eq!(drain(&mut c, 0).len(), 2);
+    // Any answer shows that it is there.
+    c.delivered(0, 0, BS.into(), 1000);
+    c.obtained(0);
+    assert_eq!(
+        c.tick(SILENT_DROP_US + 999),
+        [],
+        "nobody else has the other one: waiting is all there is"
+    );
+    let stalls = c.tick(SILENT_DROP_US + 1000);
+    let dropped = Stall {
+        peer: 0,
+        cancel: vec![],
+        drop: true,
+    };
+    assert_eq!(stalls, [dropped]);
+    // Its next connection is asked anew.
+    c.remove_peer(0);
+    add(&mut c, 1, traits(0, true));
+    c.announce(1, 1);
+    let next = c.next(SILENT_DROP_US + 1000);
+    assert_eq!(next.map(|p| (p.peer, p.block)), Some((1, 1)));
+}
+
 #[test]
 fn a_request_whose_word_does_not_count_any_more_stands_in_nobodys_way() {
     let mut c = chooser(1);

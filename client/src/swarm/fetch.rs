@@ -56,7 +56,7 @@ pub type BadSources = Arc<dyn Fn(BadSource) + Send + Sync>;
 /// One connection to one peer, while it lasts.
 pub(super) struct Session {
     pub(super) node_id: String,
-    seed: bool,
+    pub(super) seed: bool,
     pub(super) link: Arc<Link>,
     pub(super) subscription: u32,
     /// What was asked for: the request's id, and the digest that the peer had announced.
@@ -164,7 +164,7 @@ impl Fetch {
     ) -> Result<(), TaskFailure> {
         let result = self.work(peers, seal, cancel).await;
         self.tasks.shutdown().await;
-        quiet(&self.on_disk).await;
+        quiet(&self.on_disk, &self.artifact, self.swarm.config.drain_timeout).await;
         result
     }
 
@@ -187,7 +187,14 @@ impl Fetch {
         let (mut peers_open, mut seal_open) = (true, true);
         self.list_peers(&peers.borrow_and_update().clone());
         self.take_seal(*seal.borrow_and_update())?;
+        let mut ticked = Instant::now();
         loop {
+            // Not only when nothing else is to be done: a peer that never stops talking must not keep those that
+            // deliver nothing from being noticed.
+            if !self.chooser.whole() && ticked.elapsed() >= TICK {
+                self.tick();
+                ticked = Instant::now();
+            }
             self.sync_with_store();
             if self.advance_proof()? {
                 return Ok(());
@@ -219,7 +226,8 @@ impl Fetch {
                     permit = Some(got);
                     waiting = None;
                 }
-                _ = tick.tick(), if !self.chooser.whole() => self.tick(),
+                // Brings the loop round.
+                _ = tick.tick(), if !self.chooser.whole() => {}
                 _ = slow_tick.tick() => self.slow_tick()?,
             }
         }
@@ -275,9 +283,10 @@ impl Fetch {
                 .sessions
                 .get_mut(&pick.peer)
                 .expect("the chooser knows the sessions' peers only");
+            let wanted = (pick.block, &expected);
             match session
                 .link
-                .request(session.subscription, pick.block, len, pick.unless_sent, paid)
+                .request(session.subscription, wanted, len, pick.unless_sent, paid)
             {
                 Ok(request) => {
                     session.requests.insert(pick.block, (request, expected));
@@ -442,13 +451,14 @@ impl Fetch {
                     Ok(()) | Err(WriteError::AlreadyHeld { .. }) => {
                         self.chooser.obtained(block);
                         self.last_progress = Instant::now();
+                        self.credit(peer);
                     }
                     Err(e @ (WriteError::DigestMismatch { .. } | WriteError::WrongLength { .. })) => {
                         self.chooser.failed(block);
-                        self.blame(
-                            peer,
-                            format!("sent bytes that are not what it had announced: {e}"),
-                        );
+                        let reason = format!("sent bytes that are not what it had announced: {e}");
+                        if !self.excuse(peer, &reason) {
+                            self.blame(peer, reason);
+                        }
                     }
                     Err(e) => {
                         let code = e.code();

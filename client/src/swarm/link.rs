@@ -234,11 +234,11 @@ impl Link {
         self.send(Body::Unsubscribe(pb::Unsubscribe { subscription }));
     }
 
-    /// Asks for a block of `len` bytes; gives the request's id.
+    /// Asks for a block of `len` bytes that was announced as `expected`; gives the request's id.
     pub(super) fn request(
         &self,
         subscription: u32,
-        block: u32,
+        (block, expected): (u32, &Digest),
         len: u32,
         unless_sent: bool,
         permit: OwnedSemaphorePermit,
@@ -249,6 +249,7 @@ impl Link {
             subscription,
             block,
             unless_sent,
+            expected: expected.as_bytes().to_vec().into(),
         }));
         Ok(request)
     }

@@ -46,7 +46,7 @@ pub use serve::ServeStats;
 
 use crate::{
     store::{Artifact, Store},
-    task::{TaskFailure, TransferCounters},
+    task::{DRAIN_TIMEOUT, TaskFailure, TransferCounters},
     transport::{
         Transport,
         buffer::{BufferPool, MIN_RECEIVED},
@@ -89,6 +89,8 @@ pub struct SwarmConfig {
     pub penalty: Duration,
     /// How long a peer that was asked for its digest list may send no part of it before another is asked.
     pub list_timeout: Duration,
+    /// See [`DRAIN_TIMEOUT`].
+    pub drain_timeout: Duration,
     /// Breaks the rule that everything is verified, to see that the tests notice.
     #[cfg(test)]
     pub trust_anything: bool,
@@ -108,6 +110,7 @@ impl Default for SwarmConfig {
             penalty: Duration::from_secs(30),
             // A slow peer sends at most one block before it answers.
             list_timeout: Duration::from_secs(10),
+            drain_timeout: DRAIN_TIMEOUT,
             #[cfg(test)]
             trust_anything: false,
         }

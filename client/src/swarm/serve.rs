@@ -106,14 +106,26 @@ pub(super) struct Server {
 struct Upload {
     artifact: Arc<Artifact>,
     block: u32,
+    expected: Option<Digest>,
     server: Arc<Server>,
     _slot: Turn,
 }
 
 impl BlockSource for Upload {
     fn open(&self) -> io::Result<(Arc<File>, u64, u32)> {
+        if !holds(&self.artifact, self.block, self.expected) {
+            return Err(io::ErrorKind::NotFound.into());
+        }
         self.artifact.block_file(self.block)
     }
+}
+
+/// Whether the block is here, and still the one that the puller was told of. What was read from a source may be
+/// condemned and read again while requests wait.
+fn holds(artifact: &Artifact, block: u32, expected: Option<Digest>) -> bool {
+    artifact
+        .digest(block)
+        .is_some_and(|own| expected.is_none_or(|expected| expected == own))
 }
 
 impl Drop for Upload {
@@ -127,6 +139,7 @@ struct Queued {
     request: u64,
     subscription: u32,
     block: u32,
+    expected: Option<Digest>,
     artifact: Arc<Artifact>,
     log: Arc<Mutex<SentLog>>,
 }
@@ -402,7 +415,13 @@ impl Server {
             let artifact = served.artifact.clone().ok_or(pb::DeclineReason::NotHeld)?;
             (artifact, served.log.clone())
         };
-        if !artifact.has(request.block) {
+        let expected = match request.expected.is_empty() {
+            true => None,
+            false => {
+                Some(Digest::try_from(request.expected.as_ref()).map_err(|_| pb::DeclineReason::NotHeld)?)
+            }
+        };
+        if !holds(&artifact, request.block, expected) {
             return Err(pb::DeclineReason::NotHeld);
         }
         let mut queue = peer.queue.lock();
@@ -419,6 +438,7 @@ impl Server {
             request,
             subscription,
             block,
+            expected,
             artifact,
             log,
         });
@@ -497,6 +517,7 @@ impl Server {
         let Queued {
             request,
             block,
+            expected,
             artifact,
             log,
             ..
@@ -507,6 +528,7 @@ impl Server {
         let upload = Upload {
             artifact: artifact.clone(),
             block,
+            expected,
             server: self.clone(),
             _slot: slot,
         };
@@ -519,12 +541,14 @@ impl Server {
             }
             Sent::Unreadable(error) => {
                 log.lock().dropped(peer.id, block);
-                if artifact.has(block) {
-                    tracing::warn!(model = %artifact.model(), block, %error, "a verified block cannot be read");
-                }
-                sender
-                    .send_control(decline(request, pb::DeclineReason::Unreadable))
-                    .await
+                let reason = match holds(&artifact, block, expected) {
+                    true => {
+                        tracing::warn!(model = %artifact.model(), block, %error, "a verified block cannot be read");
+                        pb::DeclineReason::Unreadable
+                    }
+                    false => pb::DeclineReason::NotHeld,
+                };
+                sender.send_control(decline(request, reason)).await
             }
         }
     }

@@ -960,7 +960,9 @@ async fn what_an_abandoned_link_owed_is_free_and_nobody_gets_it_again() {
     link.subscribe(&b.artifact, 2, events).unwrap();
     let budget = Arc::new(Semaphore::new(1));
     let permit = budget.clone().try_acquire_owned().unwrap();
-    link.request(subscription, 0, BLOCK, false, permit).unwrap();
+    let any = Algorithm::Blake3.digest(b"");
+    link.request(subscription, (0, &any), BLOCK, false, permit)
+        .unwrap();
     let again = b.swarm.inner.links.get(&silent).await.unwrap();
     assert!(Arc::ptr_eq(&link, &again), "a link is shared while it lives");
     assert_eq!(budget.available_permits(), 0);
@@ -983,4 +985,213 @@ async fn what_an_abandoned_link_owed_is_free_and_nobody_gets_it_again() {
         .expect("whoever shares it is told");
     down.sort_unstable();
     assert_eq!(down, [1, 2]);
+}
+
+/// A block that was condemned and read again while a request for the old one was on its way.
+#[tokio::test(flavor = "multi_thread", worker_threads = 2)]
+async fn what_is_another_block_by_now_is_declined() {
+    let (m, bytes, _) = model_of(2);
+    let (a, b) = (Node::start("a", &m).await, Node::start("b", &m).await);
+    a.fill(&bytes, a.all());
+    let link = b.swarm.inner.links.get(&a.peer(true)).await.unwrap();
+    let (events, mut heard) = tokio::sync::mpsc::channel(8);
+    let subscription = link.subscribe(&b.artifact, 1, events).unwrap();
+    let budget = Arc::new(Semaphore::new(2));
+    let mut ask = async |expected: &Digest| {
+        // It is served from when it has been announced.
+        let permit = budget.clone().acquire_owned().await.unwrap();
+        link.request(subscription, (1, expected), BLOCK, false, permit)
+            .unwrap();
+        loop {
+            let event = tokio::time::timeout(PATIENCE, heard.recv()).await.unwrap();
+            match event.unwrap() {
+                link::Event::Block { block, .. } => return Ok(block),
+                link::Event::Declined { why, .. } => return Err(why),
+                _ => {}
+            }
+        }
+    };
+    let now = a.artifact.digest(1).unwrap();
+    while ask(&now).await.is_err() {
+        tokio::task::yield_now().await;
+    }
+    let before = Algorithm::Blake3.digest(b"what it was before");
+    assert_eq!(ask(&before).await, Err(chooser::Decline::NotHeld));
+    assert_eq!(ask(&now).await, Ok(1));
+}
+
+struct PartOfFile {
+    file: Arc<std::fs::File>,
+    offset: u64,
+    len: u32,
+}
+
+impl crate::transport::BlockSource for PartOfFile {
+    fn open(&self) -> std::io::Result<(Arc<std::fs::File>, u64, u32)> {
+        Ok((self.file.clone(), self.offset, self.len))
+    }
+}
+
+/// Announces every block of `good` and serves it, except for the first one that it is ever asked for: that is `bad`.
+async fn wrong_once(listener: TcpListener, hello: Arc<HelloConfig>, good: Vec<u8>) {
+    use crate::transport::{Frame, NoBlocks};
+    use mooncake_proto::pb::peer::{self as pb, peer_message::Body};
+    use prost::Message;
+    use std::io::Write;
+    let digests: Vec<u8> = good
+        .chunks(BLOCK as usize)
+        .flat_map(|block| *Algorithm::Blake3.digest(block).as_bytes())
+        .collect();
+    let in_file = |bytes: &[u8]| {
+        let mut file = tempfile::tempfile().unwrap();
+        file.write_all(bytes).unwrap();
+        Arc::new(file)
+    };
+    let bad = in_file(&vec![7; good.len()]);
+    let good = in_file(&good);
+    let mut is_wrong = true;
+    loop {
+        let (stream, _) = listener.accept().await.unwrap();
+        let accepted = crate::transport::tcp::accept(stream, &hello, Arc::default()).await;
+        let (mut sender, mut receiver) = accepted.map(|c| (c.sender, c.receiver)).unwrap();
+        while let Ok(Frame::Control(bytes)) = receiver.receive(&NoBlocks).await {
+            let answer = match pb::PeerMessage::decode(bytes).unwrap().body {
+                Some(Body::Subscribe(s)) => {
+                    let status = pb::Status {
+                        subscription: s.subscription,
+                        state: pb::HoldingState::Partial.into(),
+                        own_root: Default::default(),
+                    };
+                    let message = pb::PeerMessage {
+                        body: Some(Body::Status(status)),
+                    };
+                    let _ = sender.send_control(message.encode_to_vec().into()).await;
+                    let run = pb::Run {
+                        first: 0,
+                        digests: digests.clone().into(),
+                    };
+                    Body::Have(pb::Have {
+                        subscription: s.subscription,
+                        runs: vec![run],
+                    })
+                }
+                Some(Body::Request(r)) => {
+                    let file = if std::mem::take(&mut is_wrong) {
+                        &bad
+                    } else {
+                        &good
+                    };
+                    let block = PartOfFile {
+                        file: file.clone(),
+                        offset: u64::from(r.block) * u64::from(BLOCK),
+                        len: BLOCK,
+                    };
+                    let _ = sender.send_block(r.request, Box::new(block)).await;
+                    continue;
+                }
+                _ => continue,
+            };
+            let message = pb::PeerMessage { body: Some(answer) };
+            let _ = sender.send_control(message.encode_to_vec().into()).await;
+        }
+    }
+}
+
+#[tokio::test(flavor = "multi_thread", worker_threads = 2)]
+async fn a_seed_may_be_wrong_once_before_the_seal_and_nobody_else() {
+    for (seed, known, reports) in [(true, false, 0), (false, false, 1), (true, true, 1)] {
+        let (m, bytes, seal) = model_of(4);
+        let options = Options {
+            config: SwarmConfig {
+                penalty: Duration::from_millis(1),
+                ..Default::default()
+            },
+            ..Default::default()
+        };
+        let b = Node::start_with("b", &m, options).await;
+        let listener = TcpListener::bind("127.0.0.1:0").await.unwrap();
+        let peer = PeerAddress {
+            node_id: "a:25001".into(),
+            data_address: listener.local_addr().unwrap().to_string(),
+            ..b.peer(seed)
+        };
+        let hello = Arc::new(HelloConfig {
+            node_id: peer.node_id.clone(),
+            instance_id: "a".into(),
+            ..HelloConfig::clone(&b.swarm.inner.hello)
+        });
+        let serving = tokio::spawn(wrong_once(listener, hello, bytes[0].clone()));
+        let (_p, peers) = watch::channel(vec![peer]);
+        let (_s, seal_rx) = sealed(known.then_some(seal));
+        let (task, cancel) = b.fetch(&peers, &seal_rx);
+        b.wait_for("everything", |x| x.have_count() == 4).await;
+        assert_eq!(b.bad.lock().len(), reports, "seed: {seed}, sealed: {known}");
+        b.assert_equals(&bytes);
+        cancel.cancel();
+        let _ = finish(task).await;
+        serving.abort();
+    }
+}
+
+/// As above, but the write that hangs outlasts what is waited for it.
+#[tokio::test(flavor = "multi_thread", worker_threads = 2)]
+async fn what_is_written_after_a_fetch_has_given_up_waiting_does_not_count() {
+    let (m, bytes, seal) = model_of(12);
+    let a = Node::start("a", &m).await;
+    a.fill(&bytes, a.all());
+    let options = Options {
+        config: SwarmConfig {
+            drain_timeout: Duration::from_millis(20),
+            ..Default::default()
+        },
+        ..Default::default()
+    };
+    let b = Node::start_with_store("b", &m, options, |config| {
+        config.unjournaled_limit_bytes = u64::from(BLOCK);
+    })
+    .await;
+    let held = b.artifact.clone();
+    let (locked, lock) = std::sync::mpsc::channel();
+    let (release, until) = std::sync::mpsc::channel::<()>();
+    let holder = std::thread::spawn(move || {
+        let journal = held.journal.lock();
+        locked.send(()).unwrap();
+        let _ = until.recv();
+        drop(journal);
+    });
+    lock.recv().unwrap();
+    let (_p, peers) = watch::channel(vec![a.peer(true)]);
+    let (_s, seal_rx) = sealed(Some(seal));
+    let (task, cancel) = b.fetch(&peers, &seal_rx);
+    let waits = async {
+        while b.store.waiting_writers() == 0 {
+            tokio::task::yield_now().await;
+        }
+    };
+    tokio::time::timeout(PATIENCE, waits)
+        .await
+        .expect("a write waits");
+    cancel.cancel();
+    assert!(finish(task).await.unwrap_err().is_canceled());
+    assert!(b.artifact.closed().is_some(), "nothing counts any more");
+    let counted = b.artifact.have_count();
+    release.send(()).unwrap();
+    holder.join().unwrap();
+    // Another attempt takes another handle, once nobody writes through the old one.
+    let new = NewArtifact {
+        model: m.model.clone(),
+        generation: 1,
+        manifest: m.clone(),
+        block_size: BLOCK,
+        algorithm: Algorithm::Blake3,
+    };
+    let store = b.store.clone();
+    let again = tokio::task::spawn_blocking(move || store.begin(new).unwrap())
+        .await
+        .unwrap();
+    assert!(!Arc::ptr_eq(&again, &b.artifact) && again.closed().is_none());
+    assert_eq!(b.artifact.have_count(), counted);
+    let b = Node { artifact: again, ..b };
+    finish(b.fetch(&peers, &seal_rx).0).await.unwrap();
+    b.assert_equals(&bytes);
 }

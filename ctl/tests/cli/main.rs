@@ -81,6 +81,7 @@ fn snapshot(id: &str, status: JobStatus, staged: u64, version: u64) -> JobSnapsh
             transitions: BTreeMap::new(),
         }],
         last_error: (status == JobStatus::Failed).then(|| "n1:25001 failed: disk full".into()),
+        waiting_for: None,
         model_ref: model(),
         seed_node_id: node("n1:25001"),
         target_nodes: vec![node("n1:25001")],

@@ -4,7 +4,8 @@
 //! the admission of requests ([`crate::context::MAX_REQUESTS`], 64 MiB); larger ones have a room for the middling
 //! and one for the large, so that none waits behind one that is much larger. Who finds no room within
 //! [`BUDGET_WAIT`] is told to come back. A body where none is expected is not held at all. A body that comes
-//! slower than [`MIN_BYTES_PER_S`], after a grace, is given up: nobody holds a request's place or room by dripping.
+//! slower than [`MIN_BYTES_PER_S`], after a grace, is given up, and one that does not begin within [`FIRST_BYTE`]: nobody
+//! holds a request's place or room by dripping, nor by a promise, since room is only taken for what has begun to come.
 //! A refused body is read to its end (within bounds) before the answer, so that a caller which sends first and
 //! reads later sees the answer and not a broken connection.
 
@@ -34,6 +35,8 @@ const LARGE_ROOM_BYTES: usize = 2 * MAX_BODY_BYTES;
 const BUDGET_WAIT: Duration = Duration::from_secs(10);
 /// Longest silence in the middle of a body, and what a body may take beside the time that its size needs.
 const READ_GRACE: Duration = Duration::from_secs(30);
+/// Longest wait for a body's first byte. Its head is here, so that its sender is, too.
+const FIRST_BYTE: Duration = Duration::from_secs(5);
 /// Slowest sender that is waited for.
 const MIN_BYTES_PER_S: usize = 1 << 20;
 /// Longest time spent on reading a body that was refused already.
@@ -101,7 +104,11 @@ impl Pace {
         got: usize,
     ) -> Result<Option<Bytes>, ApiError> {
         let whole = self.grace + Duration::from_secs_f64(got as f64 / MIN_BYTES_PER_S as f64);
-        let until = (self.began + whole).min(Instant::now() + self.grace);
+        let silence = match got {
+            0 => self.grace.min(FIRST_BYTE),
+            _ => self.grace,
+        };
+        let until = (self.began + whole).min(Instant::now() + silence);
         match tokio::time::timeout_at(until, stream.next()).await {
             Ok(None) => Ok(None),
             Ok(Some(Ok(frame))) => Ok(Some(frame)),
@@ -111,9 +118,10 @@ impl Pace {
             }
             Err(_) => {
                 let detail = format!(
-                    "only {got} bytes of the body came within {:.0} s; a body may pause for {} s, and take {} s and \
-                     one more for each MiB in all",
+                    "only {got} bytes of the body came within {:.0} s; a body begins within {} s, may pause for {} s, and \
+                     take {} s and one more for each MiB in all",
                     self.began.elapsed().as_secs_f64(),
+                    FIRST_BYTE.as_secs(),
                     self.grace.as_secs(),
                     self.grace.as_secs(),
                 );
@@ -163,11 +171,11 @@ impl BodyBudget {
             refuse(headers, body).await;
             return Err(too_large(limit));
         }
-        // What does not tell its size is small until it proves larger.
-        let mut reserved = told.map_or(SMALL_BYTES.min(limit), |n| n as usize);
-        let mut room = self.room(reserved).await?;
-        // A told size is a promise only: memory is taken as the bytes come.
-        let mut held = BytesMut::with_capacity(reserved.min(SMALL_BYTES));
+        // Every body is small until it proves larger: a told size is a promise only.
+        let most = told.map_or(limit, |n| n as usize);
+        let mut reserved = SMALL_BYTES.min(most);
+        let mut room = None;
+        let mut held = BytesMut::with_capacity(reserved);
         let mut stream = body.into_data_stream();
         let mut pace = Pace::new(self.grace);
         while let Some(frame) = pace.next(&mut stream, held.len()).await? {
@@ -179,8 +187,9 @@ impl BodyBudget {
             }
             if size > reserved {
                 reserved = match size {
-                    0..=MIDDLING_BYTES => MIDDLING_BYTES.min(limit),
-                    _ => limit,
+                    0..=MIDDLING_BYTES => MIDDLING_BYTES.min(most),
+                    // As much as was told, whatever that is worth if more comes.
+                    _ => most.max(size),
                 };
                 // Nobody with room for a large one waits for a middling one's, so this cannot wait in a circle.
                 room = pace.paused(self.room(reserved)).await?;
@@ -418,6 +427,34 @@ mod tests {
             let held = budget.read(&told_size(size), body, MAX_BODY_BYTES).await.unwrap();
             assert_eq!(held.bytes.len(), size);
         }
+    }
+
+    #[tokio::test(start_paused = true)]
+    async fn a_promise_takes_no_room_and_little_time() {
+        let budget = BodyBudget::default();
+        let began = Instant::now();
+        let headers = told_size(MAX_BODY_BYTES);
+        let read = budget.read(&headers, stalled(0), MAX_BODY_BYTES);
+        assert_eq!(read.await.unwrap_err().problem().status, 408);
+        assert!((FIRST_BYTE..FIRST_BYTE * 2).contains(&began.elapsed()));
+        // And what begins and stops has room for what came, by the step.
+        for (came, taken) in [
+            (SMALL_BYTES, [0, 0]),
+            (SMALL_BYTES + 1, [MIDDLING_BYTES, 0]),
+            (MIDDLING_BYTES + 1, [0, MAX_BODY_BYTES]),
+        ] {
+            let headers = told_size(MAX_BODY_BYTES);
+            let read = budget.read(&headers, stalled(came), MAX_BODY_BYTES);
+            let look = async {
+                tokio::time::sleep(Duration::from_secs(1)).await;
+                budget.free()
+            };
+            let (ended, free) = tokio::join!(read, look);
+            assert_eq!(ended.unwrap_err().problem().status, 408);
+            let free_of = [MIDDLING_ROOM_BYTES - taken[0], LARGE_ROOM_BYTES - taken[1]];
+            assert_eq!(free, free_of, "{came}");
+        }
+        assert_eq!(budget.free(), [MIDDLING_ROOM_BYTES, LARGE_ROOM_BYTES]);
     }
 
     #[tokio::test(start_paused = true)]

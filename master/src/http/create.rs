@@ -5,6 +5,7 @@
 //! and of its settings since.
 
 use super::{
+    body::HeldBody,
     error::ApiError,
     forward::Prepared,
     jobs::{propose_error, snapshot_of},
@@ -131,12 +132,16 @@ async fn parse_somewhere(
     if bytes.len() <= PARSE_INLINE_BYTES {
         return Ok(parse(&bytes, options));
     }
-    let room = if bytes.len() > PARSE_ALONE_BYTES {
-        &PARSE_LARGE
-    } else {
-        &PARSE_SMALL
-    };
+    let room = parsers(bytes.len());
     at_most(room, "parser of the request", move || parse(&bytes, options)).await
+}
+
+/// Who parses bodies of this size.
+fn parsers(bytes: usize) -> &'static Semaphore {
+    match bytes > PARSE_ALONE_BYTES {
+        true => &PARSE_LARGE,
+        false => &PARSE_SMALL,
+    }
 }
 
 fn parse(bytes: &[u8], options: ValidateOptions) -> Result<Parsed, ParseError> {
@@ -278,8 +283,19 @@ fn error_pointer(path: &serde_path_to_error::Path) -> String {
     out
 }
 
-/// The body's own job id, read without the rest of it.
-pub(super) fn peek_job_id(bytes: &[u8]) -> Option<String> {
+/// The body's own job id. To find it, all of the body is read over, which takes time for a large one.
+pub(super) async fn peek_job_id(body: &HeldBody) -> Option<String> {
+    if body.bytes.len() <= PARSE_INLINE_BYTES {
+        return peek(&body.bytes);
+    }
+    let held = body.clone();
+    let room = parsers(held.bytes.len());
+    at_most(room, "parser of the request", move || peek(&held.bytes))
+        .await
+        .ok()?
+}
+
+fn peek(bytes: &[u8]) -> Option<String> {
     #[derive(serde::Deserialize)]
     struct Peek {
         job_id: Option<String>,
@@ -624,11 +640,26 @@ mod tests {
     #[test]
     fn peeking_finds_only_the_outer_id() {
         assert_eq!(
-            peek_job_id(br#"{"manifest":{"job_id":"inner"},"job_id":"outer"}"#).as_deref(),
+            peek(br#"{"manifest":{"job_id":"inner"},"job_id":"outer"}"#).as_deref(),
             Some("outer")
         );
-        assert_eq!(peek_job_id(br#"{"manifest":{"job_id":"inner"}}"#), None);
-        assert_eq!(peek_job_id(br#"{"job_id":"not/valid"}"#), None);
-        assert_eq!(peek_job_id(b"nonsense"), None);
+        assert_eq!(peek(br#"{"manifest":{"job_id":"inner"}}"#), None);
+        assert_eq!(peek(br#"{"job_id":"not/valid"}"#), None);
+        assert_eq!(peek(b"nonsense"), None);
+    }
+
+    /// Where the one parser of large bodies is busy, it has to wait: so it does not work on the runtime's thread.
+    #[tokio::test]
+    async fn a_large_body_is_not_peeked_into_on_the_spot() {
+        let text = format!(
+            r#"{{"x": "{}", "job_id": "late"}}"#,
+            " ".repeat(PARSE_ALONE_BYTES)
+        );
+        let body = HeldBody::for_tests(text.into_bytes().into());
+        let busy = PARSE_LARGE.acquire().await.unwrap();
+        let mut peeked = Box::pin(peek_job_id(&body));
+        assert!(futures_util::poll!(peeked.as_mut()).is_pending());
+        drop(busy);
+        assert_eq!(peeked.await.as_deref(), Some("late"));
     }
 }

@@ -221,7 +221,7 @@ async fn dispatch(
                     let response = next.clone().run(Request::from_parts(again, Body::empty())).await;
                     match response.extensions().get::<Elsewhere>() {
                         None if hides_outcome(kind, maybe_done, response.status()) => {
-                            return Err(given_up(kind, maybe_done, &last, &prepared, &parts));
+                            return Err(given_up(kind, maybe_done, &last, &prepared, &parts).await);
                         }
                         None => return Ok(response),
                         // Who passed it on decides.
@@ -234,7 +234,7 @@ async fn dispatch(
                     }
                 }
                 Err(ReadError::Overloaded) if !kind.is_read() && maybe_done => {
-                    return Err(given_up(kind, maybe_done, &last, &prepared, &parts));
+                    return Err(given_up(kind, maybe_done, &last, &prepared, &parts).await);
                 }
                 Err(ReadError::Overloaded) => {
                     let detail = "too many reads wait for the quorum; repeat the request later";
@@ -257,7 +257,7 @@ async fn dispatch(
                 match sent {
                     Sent::Answer(response) if hides_outcome(kind, maybe_done, response.status()) => {
                         ctx.metrics.forward_failures.inc();
-                        return Err(given_up(kind, maybe_done, &last, &prepared, &parts));
+                        return Err(given_up(kind, maybe_done, &last, &prepared, &parts).await);
                     }
                     Sent::Answer(response) => {
                         ctx.metrics.forwarded.inc();
@@ -285,7 +285,7 @@ async fn dispatch(
             }
         }
         if Instant::now() >= hold_until || sends >= MAX_SENDS {
-            return Err(given_up(kind, maybe_done, &last, &prepared, &parts));
+            return Err(given_up(kind, maybe_done, &last, &prepared, &parts).await);
         }
         let pause = PAUSE.min(hold_until.saturating_duration_since(Instant::now()));
         tokio::select! {
@@ -377,12 +377,12 @@ async fn leader_changed(watch: &mut tokio::sync::watch::Receiver<Leadership>, fr
 fn hides_outcome(kind: Kind, maybe_done: bool, status: StatusCode) -> bool {
     let nothing_done = matches!(
         status,
-        StatusCode::TOO_MANY_REQUESTS | StatusCode::SERVICE_UNAVAILABLE
+        StatusCode::REQUEST_TIMEOUT | StatusCode::TOO_MANY_REQUESTS | StatusCode::SERVICE_UNAVAILABLE
     );
     !kind.is_read() && maybe_done && nothing_done
 }
 
-fn given_up(kind: Kind, maybe_done: bool, last: &str, prepared: &Prepared, parts: &Parts) -> ApiError {
+async fn given_up(kind: Kind, maybe_done: bool, last: &str, prepared: &Prepared, parts: &Parts) -> ApiError {
     if kind.is_read() || !maybe_done {
         return ApiError::new(
             ProblemCode::NoLeader,
@@ -396,7 +396,8 @@ fn given_up(kind: Kind, maybe_done: bool, last: &str, prepared: &Prepared, parts
     }
     let job = match kind {
         Kind::Create => Some(
-            super::create::peek_job_id(&prepared.body.bytes)
+            super::create::peek_job_id(&prepared.body)
+                .await
                 .unwrap_or_else(|| prepared.generated_job_id.to_string()),
         ),
         // `…/jobs/{job_id}/cancel`
@@ -578,8 +579,8 @@ mod tests {
         }
     }
 
-    #[test]
-    fn giving_up_tells_whether_something_may_have_happened() {
+    #[tokio::test]
+    async fn giving_up_tells_whether_something_may_have_happened() {
         let (parts, ()) = axum::http::Request::post("/api/v1/model-distribution/jobs/j7/cancel")
             .body(())
             .unwrap()
@@ -590,28 +591,34 @@ mod tests {
             body: held(text),
             generated_job_id: generated.clone(),
         };
-        let case = |kind, maybe_done, text| {
-            let error = given_up(kind, maybe_done, "it broke", &prepared(text), &parts);
+        let case = async |kind, maybe_done, text| {
+            let error = given_up(kind, maybe_done, "it broke", &prepared(text), &parts).await;
             (error.problem().status, error.problem().job_id.clone())
         };
-        assert_eq!(case(Kind::Read, true, ""), (503, None));
-        assert_eq!(case(Kind::Create, false, ""), (503, None));
+        assert_eq!(case(Kind::Read, true, "").await, (503, None));
+        assert_eq!(case(Kind::Create, false, "").await, (503, None));
         assert_eq!(
             case(
                 Kind::Create,
                 true,
                 r#"{"manifest": {"job_id": "no"}, "job_id": "mine"}"#
-            ),
+            )
+            .await,
             (504, Some("mine".into()))
         );
-        assert_eq!(case(Kind::Create, true, "{}"), (504, Some("generated".into())));
-        assert_eq!(case(Kind::Cancel, true, ""), (504, Some("j7".into())));
+        assert_eq!(
+            case(Kind::Create, true, "{}").await,
+            (504, Some("generated".into()))
+        );
+        assert_eq!(case(Kind::Cancel, true, "").await, (504, Some("j7".into())));
     }
 
     #[test]
     fn an_answer_that_nothing_was_done_hides_nothing() {
         for (kind, maybe_done, status, hides) in [
             (Kind::Create, true, 429, true),
+            (Kind::Create, true, 408, true),
+            (Kind::Create, false, 408, false),
             (Kind::Membership, true, 503, true),
             (Kind::Download, true, 503, false),
             (Kind::Cancel, true, 503, true),

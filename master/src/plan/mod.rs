@@ -13,13 +13,17 @@ mod nodes;
 mod observed;
 mod order;
 mod peers;
+mod standstill;
 mod tasks;
 
 pub use observed::{Held, HeldState, Observed, PlanConfig, Sent, Session, Space, StagedReport};
 pub use order::{Intent, Order, OrderBody, Peer};
 pub use peers::MAX_PEERS;
+pub use standstill::{Reported, Standstill};
 
+use mooncake_proto::ids::{ModelRef, NodeId};
 use mooncake_state::{Command, State};
+use std::collections::BTreeMap;
 
 /// See the module.
 pub fn plan(state: &State, observed: &Observed, now_ms: u64) -> Vec<Intent> {
@@ -28,12 +32,13 @@ pub fn plan(state: &State, observed: &Observed, now_ms: u64) -> Vec<Intent> {
         observed,
         now_ms,
         intents: Vec::new(),
+        downloads: BTreeMap::new(),
     };
     plan.upkeep();
     plan.judge_nodes();
     plan.compare_holdings();
     plan.judge_standstill();
-    for model in state.wanted_models() {
+    for model in plan.oldest_first() {
         plan.authorise(model);
     }
     plan.order();
@@ -47,11 +52,27 @@ struct Plan<'a> {
     observed: &'a Observed,
     now_ms: u64,
     intents: Vec<Intent>,
+    /// Downloads per node, with those that this plan proposes, as far as somebody asked.
+    downloads: BTreeMap<&'a NodeId, usize>,
 }
 
-impl Plan<'_> {
+impl<'a> Plan<'a> {
     fn propose(&mut self, command: Command) {
         self.intents.push(Intent::Propose(command));
+    }
+
+    /// What live jobs want, by the age of the oldest of these: who waits longest is served first where there is not
+    /// room for all.
+    fn oldest_first(&self) -> Vec<&'a ModelRef> {
+        let since = |model| {
+            self.state
+                .live_jobs_of(model)
+                .map(|(_, job)| job.created_ms())
+                .min()
+        };
+        let mut models: Vec<_> = self.state.wanted_models().map(|m| (since(m), m)).collect();
+        models.sort_unstable();
+        models.into_iter().map(|(_, model)| model).collect()
     }
 
     /// Deadlines and retention.

@@ -138,6 +138,9 @@ impl<'a> Plan<'a> {
             }
             None => session.inventory_complete,
             Some(held) if held.generation != artifact.generation => session.inventory_complete,
+            // A seed that restarted before it published: what it had is probably still there. Its order comes again,
+            // and if something is gone after all, that brings it.
+            Some(held) if held.rehashing && placement.state == PlacementState::Acquiring => false,
             // Only at the beginning of a session: later, a list made before the last block may come in after the
             // report that the model is staged.
             Some(held) => held.state == HeldState::Partial && held.from_inventory,

@@ -3,7 +3,10 @@
 //! Nothing here is worth saving: a new leader begins with [`Observed::new`] and hears it all again. All times are
 //! of the same wall clock as `now_ms`.
 
-use super::order::{Order, OrderBody, Peer};
+use super::{
+    order::{Order, OrderBody, Peer},
+    standstill::{Reported, Standstill},
+};
 use mooncake_proto::{
     digest::Digest,
     ids::{ModelRef, NodeId},
@@ -97,6 +100,8 @@ pub struct Held {
     pub local_path: String,
     /// The highest fence it obeyed for this artifact.
     pub fence: Fence,
+    /// What was recorded before a restart is still being checked: it may have more than it says.
+    pub rehashing: bool,
     /// It was part of the inventory at the beginning of the session, and nothing was said of it since. Set by
     /// [`Session::hold`].
     pub from_inventory: bool,
@@ -124,10 +129,8 @@ pub struct Sent {
     pub seal: Option<Seal>,
     /// The peers it was told.
     pub peers: Vec<Peer>,
-    /// Verified bytes, as last reported of this attempt.
-    pub verified_bytes: u64,
-    /// When these last grew, or when the node was last given something to go on with.
-    pub moved_ms: u64,
+    /// Since when it gets nowhere.
+    pub standstill: Standstill,
     /// A delete was sent: once is enough in one session.
     pub deleted: bool,
 }
@@ -232,6 +235,7 @@ impl Session {
                 seal: Some(report.seal),
                 local_path: report.local_path,
                 fence,
+                rehashing: false,
                 from_inventory: false,
             };
             self.holdings.insert(model.clone(), held);
@@ -281,11 +285,16 @@ impl Session {
             OrderBody::PeersChanged { .. } | OrderBody::Sealed { .. } => {
                 if let Some(sent) = self.sent_mut(&order.model, order.fence) {
                     match &order.body {
-                        OrderBody::PeersChanged { peers } => sent.peers = peers.clone(),
-                        OrderBody::Sealed { seal } => sent.seal = Some(*seal),
+                        OrderBody::PeersChanged { peers } => {
+                            sent.standstill.peers_changed(&sent.peers, peers, now_ms);
+                            sent.peers = peers.clone();
+                        }
+                        OrderBody::Sealed { seal } => {
+                            sent.standstill.sealed(now_ms);
+                            sent.seal = Some(*seal);
+                        }
                         _ => {}
                     }
-                    sent.moved_ms = now_ms;
                 }
                 return;
             }
@@ -297,13 +306,10 @@ impl Session {
         self.sent.get_mut(model).filter(|sent| sent.fence == fence)
     }
 
-    /// The running attempt has this many verified bytes.
-    pub fn moved(&mut self, model: &ModelRef, fence: Fence, verified_bytes: u64, now_ms: u64) {
-        if let Some(sent) = self.sent_mut(model, fence)
-            && verified_bytes > sent.verified_bytes
-        {
-            sent.verified_bytes = verified_bytes;
-            sent.moved_ms = now_ms;
+    /// The running attempt is this far.
+    pub fn moved(&mut self, model: &ModelRef, fence: Fence, reported: Reported, now_ms: u64) {
+        if let Some(sent) = self.sent_mut(model, fence) {
+            sent.standstill.reported(reported, now_ms);
         }
     }
 }
@@ -327,8 +333,7 @@ impl Sent {
     fn new(fence: Fence, now_ms: u64) -> Self {
         Self {
             fence,
-            verified_bytes: 0,
-            moved_ms: now_ms,
+            standstill: Standstill::new(now_ms),
             running: None,
             seal: None,
             peers: Vec::new(),

@@ -2,16 +2,17 @@
 
 use super::{
     Plan,
-    observed::{HeldState, Sent, Session},
+    observed::{HeldState, Session},
     order::{Intent, Order, OrderBody},
     peers::{Candidates, holds_sealed},
 };
 use mooncake_proto::{
+    MAX_ACQUISITIONS,
     api::{NodeStatus, PlacementState},
     ids::{JobId, ModelRef, NodeId},
 };
 use mooncake_state::{
-    Artifact, Command, Failure, Fence, Job, MAX_AUTHORISE_NODES, Placement, ReplicateTo, ReportId, TaskKind,
+    Artifact, Command, Fence, Job, MAX_AUTHORISE_NODES, Placement, ReplicateTo, TaskKind,
     rules::download_payload,
 };
 use std::collections::BTreeSet;
@@ -72,20 +73,33 @@ impl<'a> Plan<'a> {
             })
     }
 
-    /// The oldest job whose seed can acquire. If that seed is between two attempts, it is waited for.
-    fn next_seed(&self, model: &ModelRef, artifact: &Artifact) -> Option<(&'a JobId, &'a Job)> {
+    /// The oldest job whose seed can acquire, now or when one of its downloads has ended. If that seed is between two attempts, it is waited for.
+    fn next_seed(&mut self, model: &ModelRef, artifact: &Artifact) -> Option<(&'a JobId, &'a Job)> {
         let candidates = self.state.live_jobs_of(model).filter(|(_, job)| {
             let open = job
                 .position(&job.seed)
                 .is_some_and(|at| !job.views[at].is_finished());
             (open || job.seeded) && self.ready(&job.seed).is_some()
         });
-        let (id, job) = candidates.min_by_key(|(id, job)| (job.created_ms(), *id))?;
+        let candidates: Vec<_> = candidates.collect();
+        let roomy = candidates
+            .into_iter()
+            .filter(|(_, job)| *self.downloads_on(&job.seed) < MAX_ACQUISITIONS);
+        let (id, job) = roomy.min_by_key(|(id, job)| (job.created_ms(), *id))?;
         let waits = artifact
             .placements
             .get(&job.seed)
             .is_some_and(|p| p.not_before_ms > self.now_ms);
         (!waits).then_some((id, job))
+    }
+
+    /// How many downloads the node has or is about to have. One more than it works at would wait there, and be taken
+    /// for one that stands still.
+    fn downloads_on(&mut self, node: &'a NodeId) -> &mut usize {
+        let state = self.state;
+        self.downloads
+            .entry(node)
+            .or_insert_with(|| state.downloads_on(node))
     }
 
     fn acquire(
@@ -94,10 +108,11 @@ impl<'a> Plan<'a> {
         artifact: &Artifact,
         attempt: u64,
         id: &JobId,
-        job: &Job,
+        job: &'a Job,
     ) -> Option<Command> {
         let (node, session) = self.ready(&job.seed)?;
         let reserve_bytes = self.reserve(model, artifact, &job.seed, session)?;
+        *self.downloads_on(&job.seed) += 1;
         Some(Command::AuthoriseAcquire {
             model: model.clone(),
             generation: artifact.generation,
@@ -227,62 +242,6 @@ impl<'a> Plan<'a> {
                         order,
                     });
                 }
-            }
-        }
-    }
-
-    /// An attempt that stands still although its node is connected (its peers cannot be reached, its source gives
-    /// nothing, its disk hangs) has failed: so that its attempts run out, with a reason, instead of never ending.
-    /// A copy has nothing to go on with while the download stands still, so it is only judged once that is sealed.
-    /// Who has every byte has still to publish, and its disk may hang in that too.
-    pub(super) fn judge_standstill(&mut self) {
-        let limit_ms = self.observed.config.no_progress_ms;
-        if limit_ms == 0 {
-            return;
-        }
-        for (id, session) in &self.observed.sessions {
-            if self.ready(id).is_none() {
-                continue;
-            }
-            for (model, sent) in session.sent.iter().filter(|(_, s)| s.running.is_some()) {
-                let Some(artifact) = self.state.artifact(model) else {
-                    continue;
-                };
-                let running = artifact
-                    .placements
-                    .get(id)
-                    .filter(|p| p.state == PlacementState::Acquiring && p.fence == sent.fence);
-                let Some(placement) = running else { continue };
-                // From when it was told of the seal: its clock begins again with that.
-                let told = sent.seal.is_some() && sent.seal == artifact.seal;
-                let judged = placement.kind == TaskKind::Acquire || (told && artifact.acquiring.is_none());
-                let held = session.holdings.get(model).map_or(0, |h| h.verified_bytes);
-                if !judged || self.now_ms < sent.moved_ms.saturating_add(limit_ms) {
-                    continue;
-                }
-                self.intents.push(Intent::Propose(Command::ReportFailed {
-                    report: ReportId {
-                        model: model.clone(),
-                        generation: artifact.generation,
-                        node: id.clone(),
-                        incarnation: session.incarnation,
-                        fence: sent.fence,
-                    },
-                    failure: Failure {
-                        code: "no_progress".into(),
-                        message: standstill(
-                            id,
-                            placement.kind,
-                            sent,
-                            held,
-                            artifact.total_size_bytes,
-                            limit_ms,
-                        ),
-                        retryable: true,
-                    },
-                    verified_bytes: sent.verified_bytes.max(held),
-                    now_ms: self.now_ms,
-                }));
             }
         }
     }
@@ -439,50 +398,5 @@ impl<'a> Plan<'a> {
         };
         let since_ms = since_ms.unwrap_or(session.opened_ms);
         since_ms.saturating_add(self.state.limits().unsealed_ttl_ms) <= self.now_ms
-    }
-}
-
-/// Most peers that are named to a person.
-const NAMED_PEERS: usize = 4;
-
-fn standstill(
-    id: &NodeId,
-    kind: TaskKind,
-    sent: &Sent,
-    held_bytes: u64,
-    total_bytes: u64,
-    limit_ms: u64,
-) -> String {
-    let bytes = sent.verified_bytes.max(held_bytes);
-    if bytes >= total_bytes {
-        return format!(
-            "node {id} is connected and has verified all {total_bytes} bytes, but has not published them for {} s: look \
-             at its disk and its log",
-            limit_ms / 1000
-        );
-    }
-    let stands = format!(
-        "node {id} is connected, but has stood still at {bytes} of {total_bytes} bytes for {} s",
-        limit_ms / 1000
-    );
-    if kind == TaskKind::Acquire {
-        return format!("{stands}: look at its source, its disk and its log");
-    }
-    let named: Vec<_> = sent
-        .peers
-        .iter()
-        .take(NAMED_PEERS)
-        .map(|p| format!("{} ({})", p.node, p.data_address))
-        .collect();
-    let more = match sent.peers.len().saturating_sub(NAMED_PEERS) {
-        0 => String::new(),
-        n => format!(" and {n} more"),
-    };
-    match named.is_empty() {
-        true => format!("{stands}: no other live node has it"),
-        false => format!(
-            "{stands}: its peers are {}{more}; check that it reaches their data ports, and its disk",
-            named.join(", ")
-        ),
     }
 }

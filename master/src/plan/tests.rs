@@ -253,6 +253,7 @@ impl Sim {
                 seal: None,
                 local_path: String::new(),
                 fence: order.fence,
+                rehashing: false,
                 from_inventory: false,
             });
         };
@@ -1032,6 +1033,153 @@ fn a_download_goes_on_when_the_job_whose_sources_it_reads_is_gone() {
 }
 
 #[test]
+fn a_seed_that_restarts_between_seal_and_publication_is_not_taken_to_have_lost_it() {
+    for rehashing in [true, false] {
+        let mut sim = Sim::new(2);
+        sim.create(0, 0, 0, &[0, 1]);
+        sim.fake(0).paused = true;
+        sim.fake(1).paused = true;
+        sim.settle();
+        let artifact = sim.state.artifact(&model(0)).unwrap();
+        let fence = artifact.placements[&node(0)].fence;
+        let report = ReportId {
+            model: model(0),
+            generation: 1,
+            node: node(0),
+            incarnation: 1,
+            fence,
+        };
+        sim.apply(Command::Seal {
+            report,
+            seal: seal(),
+            now_ms: sim.now,
+        });
+        sim.kill(0);
+        // All that it recorded has to be hashed again.
+        let held = sim.fake(0).disk.get_mut(&model(0)).unwrap();
+        (held.verified_bytes, held.rehashing) = (4096, rehashing);
+        sim.restart(0);
+        sim.settle();
+        let views = sim.views(0);
+        match rehashing {
+            true => {
+                assert_eq!(views, [PlacementState::Acquiring; 2]);
+                assert_eq!(sim.fake(0).orders, ["acquire", "acquire", "sealed"]);
+                let placement = &sim.state.artifact(&model(0)).unwrap().placements[&node(0)];
+                assert_eq!(
+                    (placement.fence, placement.failures),
+                    (fence, 0),
+                    "the same attempt"
+                );
+            }
+            // It has looked at everything, and it is not all there.
+            false => assert_ne!(sim.job(0).views[0].last_error, None),
+        }
+        for i in 0..2 {
+            sim.fake(i).paused = false;
+        }
+        sim.pass(60_000);
+        assert_eq!(sim.status(0), JobStatus::Completed);
+    }
+}
+
+fn verified(bytes: u64) -> Reported {
+    Reported {
+        verified_bytes: bytes,
+        ..Reported::default()
+    }
+}
+
+/// Everything is held already, on a disk so slow that its checksums take longer than an attempt may stand still.
+#[test]
+fn who_checks_what_it_holds_does_not_stand_still() {
+    let mut sim = Sim::new(2);
+    sim.create(0, 0, 0, &[0, 1]);
+    sim.fake(0).paused = true;
+    sim.settle();
+    let fence = sim.observed.sessions[&node(0)].sent[&model(0)].fence;
+    for checked_bytes in 1..=5 {
+        sim.now += 599_999;
+        let reported = Reported {
+            verified_bytes: MIB,
+            checked_bytes,
+        };
+        let session = sim.observed.sessions.get_mut(&node(0)).unwrap();
+        session.moved(&model(0), fence, reported, sim.now);
+        sim.settle();
+        assert_eq!(sim.job(0).views[0].failures, 0, "{checked_bytes}");
+    }
+    sim.now += 600_000;
+    sim.settle();
+    assert_eq!(sim.job(0).views[0].failures, 1, "now the hasher hangs");
+}
+
+#[test]
+fn a_master_that_stood_still_does_not_hold_that_against_attempts() {
+    let mut sim = Sim::new(2);
+    sim.create(0, 0, 0, &[0, 1]);
+    sim.fake(0).paused = true;
+    sim.settle();
+    sim.now += 700_000;
+    sim.observed.begin_again(sim.now);
+    sim.settle();
+    assert_eq!(sim.job(0).views[0].failures, 0);
+    sim.now += 599_999;
+    sim.settle();
+    assert_eq!(sim.job(0).views[0].failures, 0);
+    sim.now += 1;
+    sim.settle();
+    assert_eq!(sim.job(0).views[0].failures, 1);
+}
+
+#[test]
+fn a_seed_gets_no_more_downloads_than_it_works_at_and_the_oldest_job_is_next() {
+    const MOST: usize = mooncake_proto::MAX_ACQUISITIONS;
+    let mut sim = Sim::new(2);
+    sim.fake(0).paused = true;
+    // By name the youngest comes first.
+    for job in 0..MOST + 2 {
+        sim.now += 1;
+        sim.create(job, MOST + 2 - job, 0, &[0, 1]);
+    }
+    sim.settle();
+    assert_eq!(sim.fake(0).tasks.len(), MOST);
+    let waiting = |sim: &Sim, job: usize| {
+        let snapshot = sim.state.job_snapshot(&JobId(format!("job-{job}")), &());
+        snapshot.unwrap().waiting_for
+    };
+    for job in 0..MOST {
+        assert_eq!((sim.status(job), waiting(&sim, job)), (JobStatus::Seeding, None));
+    }
+    for job in [MOST, MOST + 1] {
+        assert_eq!(sim.status(job), JobStatus::Planned);
+        let why = waiting(&sim, job).unwrap();
+        assert!(
+            why.contains(node(0).as_str()) && why.contains("8 downloads"),
+            "{why}"
+        );
+    }
+    // A line that waits is not one that stands still.
+    sim.observed.config.no_progress_ms = 0;
+    sim.now += 3_600_000;
+    sim.cancel(3);
+    sim.settle();
+    assert_eq!(sim.status(MOST), JobStatus::Seeding);
+    assert_eq!(
+        (sim.status(MOST + 1), sim.job(MOST + 1).views[0].failures),
+        (JobStatus::Planned, 0)
+    );
+    // Another seed has room.
+    sim.create(MOST + 2, 1, 1, &[1]);
+    sim.settle();
+    assert_eq!(sim.status(MOST + 2), JobStatus::Completed);
+    assert_eq!(waiting(&sim, MOST + 1), None);
+    sim.fake(0).paused = false;
+    sim.settle();
+    assert_eq!(sim.status(MOST + 1), JobStatus::Completed);
+}
+
+#[test]
 fn a_copy_that_stands_still_fails_and_says_whom_it_could_not_reach() {
     let mut sim = Sim::new(3);
     sim.observed.config.no_progress_ms = 600_000;
@@ -1047,7 +1195,7 @@ fn a_copy_that_stands_still_fails_and_says_whom_it_could_not_reach() {
     let fence = sim.observed.sessions[&node(0)].sent[&model(0)].fence;
     let now = sim.now;
     let session = sim.observed.sessions.get_mut(&node(0)).unwrap();
-    session.moved(&model(0), fence, 4096, now);
+    session.moved(&model(0), fence, verified(4096), now);
     sim.now += 599_999;
     sim.settle();
     assert_eq!(sim.job(0).views[0].attempt, download, "it moved");
@@ -1085,7 +1233,7 @@ fn a_node_that_has_every_byte_and_does_not_publish_fails_too() {
         let fence = sim.observed.sessions[&node(1)].sent[&model(0)].fence;
         let now = sim.now;
         let session = sim.observed.sessions.get_mut(&node(1)).unwrap();
-        session.moved(&model(0), fence, total, now);
+        session.moved(&model(0), fence, verified(total), now);
         sim.now += 599_999;
         sim.settle();
         assert_eq!(sim.job(0).views[1].failures, failures - 1);

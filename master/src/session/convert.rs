@@ -68,6 +68,7 @@ pub(super) fn holding(holding: pb::Holding) -> Result<(ModelRef, Option<Held>), 
         seal: holding.seal.map(seal).transpose()?,
         local_path: bounded(holding.local_path),
         fence: holding.fence.unwrap_or_default().into(),
+        rehashing: holding.rehashing,
         from_inventory: false,
     };
     Ok((model, Some(held)))

@@ -5,7 +5,7 @@
 use super::{convert, meter::Meter};
 use crate::{
     metrics::{self, Metrics},
-    plan::{HeldState, Observed, Order, PlanConfig, Space, StagedReport},
+    plan::{HeldState, Observed, Order, PlanConfig, Reported, Space, StagedReport},
 };
 use mooncake_proto::{
     api::NodeStatus,
@@ -319,7 +319,11 @@ impl Facts {
             {
                 task.verified_bytes = held.verified_bytes;
                 task.meter.add(now, held.verified_bytes);
-                session.moved(&model, task.fence, held.verified_bytes, now_ms);
+                let reported = Reported {
+                    verified_bytes: held.verified_bytes,
+                    ..Reported::default()
+                };
+                session.moved(&model, task.fence, reported, now_ms);
             }
             session.hold(model, held);
         }
@@ -370,6 +374,12 @@ impl Facts {
             tracing::warn!(%node, %model, source = bad.source, reason = bad.reason, "a node reports a bad source");
         }
 
+        let artifact = state
+            .artifact(&model)
+            .filter(|a| a.generation == report.generation);
+        // More than there is is no progress of anything.
+        let total_bytes = artifact.map_or(u64::MAX, |a| a.total_size_bytes);
+        let verified_bytes = report.verified_bytes.min(total_bytes);
         let tasks = self.tasks.entry(node.clone()).or_default();
         if tasks.len() >= MAX_TASKS && !tasks.contains_key(&model) {
             return Err(Violation(format!(
@@ -377,7 +387,9 @@ impl Facts {
             )));
         }
         let task = tasks.entry(model.clone()).or_default();
-        if task.fence != fence {
+        // The refusal of an order that a later one has overtaken says nothing of the task that runs.
+        let is_overtaken = fence < task.fence;
+        if fence > task.fence {
             *task = Task {
                 fence,
                 ..Task::default()
@@ -388,16 +400,22 @@ impl Facts {
         } else {
             metrics::From::Peer
         };
-        metrics.fetched(from, report.fetched_bytes.saturating_sub(task.fetched_bytes));
-        metrics
-            .refetched_bytes
-            .inc_by(report.refetched_bytes.saturating_sub(task.refetched_bytes));
-        task.fetched_bytes = task.fetched_bytes.max(report.fetched_bytes);
-        task.refetched_bytes = task.refetched_bytes.max(report.refetched_bytes);
-        task.verified_bytes = report.verified_bytes;
-        task.objects_done = report.objects_done;
-        task.meter.add(now, report.verified_bytes);
-        session.moved(&model, fence, report.verified_bytes, now_ms);
+        if !is_overtaken {
+            metrics.fetched(from, report.fetched_bytes.saturating_sub(task.fetched_bytes));
+            metrics
+                .refetched_bytes
+                .inc_by(report.refetched_bytes.saturating_sub(task.refetched_bytes));
+            task.fetched_bytes = task.fetched_bytes.max(report.fetched_bytes);
+            task.refetched_bytes = task.refetched_bytes.max(report.refetched_bytes);
+            task.verified_bytes = verified_bytes;
+            task.objects_done = report.objects_done;
+            task.meter.add(now, verified_bytes);
+        }
+        let reported = Reported {
+            verified_bytes,
+            checked_bytes: report.checked_bytes,
+        };
+        session.moved(&model, fence, reported, now_ms);
 
         let missing = |what: &str| Violation(format!("a report of {outcome:?} without {what}"));
         let command = match outcome {
@@ -415,9 +433,6 @@ impl Facts {
             pb::TaskOutcome::Staged => {
                 let seal = seal.ok_or_else(|| missing("a seal"))?;
                 let local_path = convert::bounded(report.local_path);
-                let artifact = state
-                    .artifact(&model)
-                    .filter(|a| a.generation == report.generation);
                 let staged = artifact.map(|a| StagedReport {
                     generation: a.generation,
                     manifest: a.manifest,
@@ -426,7 +441,9 @@ impl Facts {
                     local_path: local_path.clone(),
                 });
                 session.task_ended(&model, fence, staged);
-                tasks.remove(&model);
+                if !is_overtaken {
+                    tasks.remove(&model);
+                }
                 let checksum_verified = report.checksum_verified;
                 Command::ReportStaged {
                     report: id,
@@ -439,7 +456,9 @@ impl Facts {
             pb::TaskOutcome::Failed => {
                 let failure = report.failure.ok_or_else(|| missing("a reason"))?;
                 session.task_ended(&model, fence, None);
-                tasks.remove(&model);
+                if !is_overtaken {
+                    tasks.remove(&model);
+                }
                 let failure = Failure {
                     code: convert::bounded(failure.code),
                     message: convert::bounded(failure.message),
@@ -448,7 +467,7 @@ impl Facts {
                 Command::ReportFailed {
                     report: id,
                     failure,
-                    verified_bytes: report.verified_bytes,
+                    verified_bytes,
                     now_ms,
                 }
             }
@@ -710,6 +729,43 @@ mod tests {
         let mut long = named(0);
         long.revision = "r".repeat(257);
         assert!(report(long).is_err());
+    }
+
+    /// The node refuses the order of a leader that was replaced, while it works for the next one.
+    #[test]
+    fn a_refusal_of_what_was_overtaken_leaves_the_running_task_alone() {
+        let (mut facts, state, number) = with_job();
+        let metrics = Metrics::new();
+        let model = state.wanted_models().next().unwrap().clone();
+        let mut report = |attempt: u64, outcome: pb::TaskOutcome, verified_bytes: u64| {
+            let report = pb::TaskReport {
+                model: Some(model.clone().into()),
+                generation: 1,
+                fence: Some(pb::Fence {
+                    recovery_epoch: 0,
+                    attempt,
+                }),
+                outcome: outcome as i32,
+                verified_bytes,
+                objects_done: 3,
+                failure: Some(pb::Failure::default()),
+                ..Default::default()
+            };
+            let heard = (Instant::now(), 5);
+            facts
+                .report(&state, &metrics, &node(), number, report, heard)
+                .unwrap();
+            facts.progress(&model, &node())
+        };
+        // The model has no bytes: that is as many as can be verified.
+        let running = report(4, pb::TaskOutcome::Running, 100).unwrap();
+        assert_eq!(
+            (running.verified_bytes, running.objects_done, running.running),
+            (0, 3, true)
+        );
+        assert_eq!(report(3, pb::TaskOutcome::Failed, 0), Some(running));
+        assert_eq!(report(4, pb::TaskOutcome::Failed, 0), None, "its own end ends it");
+        assert_eq!(facts.take_pending().len(), 2, "the state decides on both");
     }
 
     #[test]

@@ -293,6 +293,16 @@ impl State {
         self.index.models_by_node.get(node).into_iter().flatten()
     }
 
+    /// Downloads at work on the node. One that holds every byte and has only to publish is none any more.
+    pub fn downloads_on(&self, node: &NodeId) -> usize {
+        let Some(record) = self.node(node) else { return 0 };
+        self.models_on(node)
+            .filter_map(|m| self.data.artifacts.get(m)?.placements.get(node))
+            .filter(|p| p.incarnation == record.incarnation && p.state == PlacementState::Acquiring)
+            .filter(|p| p.kind == TaskKind::Acquire && !p.whole)
+            .count()
+    }
+
     /// Live jobs that name the node.
     pub fn live_jobs_on(&self, node: &NodeId) -> impl Iterator<Item = (&JobId, &Job)> {
         let ids = self.index.live_by_node.get(node).into_iter().flatten();

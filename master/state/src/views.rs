@@ -2,6 +2,7 @@
 
 use crate::{state::State, types::*};
 use mooncake_proto::{
+    MAX_ACQUISITIONS,
     api::*,
     ids::{JobId, ModelRef, NodeId},
     time::rfc3339,
@@ -50,6 +51,7 @@ impl State {
             progress: progress(job, live),
             placements,
             last_error: job.last_error.clone(),
+            waiting_for: self.waits_for(job),
             model_ref: job.model.clone(),
             seed_node_id: job.seed.clone(),
             target_nodes: job.targets.clone(),
@@ -61,6 +63,22 @@ impl State {
                 .filter_map(|(at, n)| task_view(job, at, n, live))
                 .collect(),
             version: job.version,
+        })
+    }
+
+    /// A seed takes a number of downloads at once, whatever becomes of their jobs.
+    fn waits_for(&self, job: &Job) -> Option<String> {
+        let artifact = self.artifact(&job.model).filter(|_| job.is_live())?;
+        if artifact.acquiring.is_some() || self.is_available(artifact) {
+            return None;
+        }
+        let running = self.downloads_on(&job.seed);
+        (running >= MAX_ACQUISITIONS).then(|| {
+            format!(
+                "node {} works at {running} downloads, as many as a node does at once: this one begins when one of them \
+                 ends",
+                job.seed
+            )
         })
     }
 
@@ -192,9 +210,12 @@ fn progress(job: &Job, live: &dyn Live) -> Progress {
         ..Progress::default()
     };
     for (at, node) in job.targets.iter().enumerate() {
-        progress.bytes_staged += staged_bytes(job, at, node, live);
+        let bytes = staged_bytes(job, at, node, live);
+        progress.bytes_staged = progress.bytes_staged.saturating_add(bytes);
         progress.placements_staged += u64::from(job.views[at].state == PlacementState::Staged);
-        progress.bytes_per_second += live_progress(job, at, node, live).map_or(0, |l| l.bytes_per_second);
+        // What nodes say of themselves: no sum of it may bring a master down.
+        let rate = live_progress(job, at, node, live).map_or(0, |l| l.bytes_per_second);
+        progress.bytes_per_second = progress.bytes_per_second.saturating_add(rate);
     }
     progress
 }

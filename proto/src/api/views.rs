@@ -66,6 +66,9 @@ pub struct JobSnapshot {
     pub placements: Vec<PlacementView>,
     /// Why it failed, or `canceled`.
     pub last_error: Option<String>,
+    /// Why it has not begun, where that is not to be seen otherwise.
+    #[serde(default, skip_serializing_if = "Option::is_none")]
+    pub waiting_for: Option<String>,
     /// The model version.
     pub model_ref: ModelRef,
     /// The seed.

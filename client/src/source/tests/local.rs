@@ -526,3 +526,141 @@ async fn who_waits_for_the_disk_can_be_canceled() {
     let (result, ()) = ended.expect("it waits for no turn");
     assert!(result.unwrap_err().is_canceled());
 }
+
+/// Everything is here already, and the source is gone: what is left is hours of hashing on a slow disk, and the masters
+/// see that it goes on.
+#[tokio::test]
+async fn what_is_held_is_checked_and_that_is_counted() {
+    let data = noise(3 * BLOCK + 1000, 1);
+    let node = Node::with_file(&data);
+    for (block, bytes) in data.chunks(BLOCK).enumerate() {
+        node.write(block as u32, bytes);
+    }
+    assert_eq!(node.counters.checked(), 0);
+    node.acquire(&["/nowhere/f"], &["/nowhere"]).await.unwrap();
+    assert_eq!(node.counters.checked(), data.len() as u64);
+    assert_eq!(node.counters.load(), (0, 0));
+}
+
+/// The source is as fast as can be; the disk that is written to takes nothing for a while.
+#[tokio::test]
+async fn a_stall_of_the_own_disk_is_no_fault_of_the_source() {
+    let (_dir, root) = folder();
+    // More than there are buffers.
+    let data = noise((limits::MAX_BUFFERS + 4) * BLOCK, 1);
+    let parts: Vec<_> = data.chunks(2 * BLOCK).collect();
+    let paths: Vec<_> = parts
+        .iter()
+        .enumerate()
+        .map(|(n, part)| source(&root, &format!("f{n}"), part))
+        .collect();
+    let files = parts.iter().enumerate().map(|(n, part)| {
+        let checksum = Checksum::Sha256(Digest::sha256(part));
+        manifest_file(&format!("f{n}"), part.len(), checksum)
+    });
+    let node = Node::new(files.collect());
+    let patience = Duration::from_millis(300);
+    let config = SourceConfig {
+        no_progress_timeout: patience,
+        ..quick()
+    };
+    let writers = limits::WRITE_TURNS
+        .acquire_many(limits::WRITES as u32)
+        .await
+        .unwrap();
+    let sources: Vec<_> = paths.iter().map(String::as_str).collect();
+    let run = acquire_with(node.task(&sources, &[&root]), config, CancellationToken::new());
+    let mut run = Box::pin(run);
+    let early = tokio::time::timeout(4 * patience, run.as_mut()).await;
+    assert!(early.is_err(), "{early:?}");
+    drop(writers);
+    let ended = tokio::time::timeout(Duration::from_secs(60), run).await;
+    ended.expect("it ends").unwrap();
+    assert_eq!(node.bytes(), data);
+}
+
+/// A write hangs for longer than the end of an acquisition waits.
+#[tokio::test(flavor = "multi_thread", worker_threads = 2)]
+async fn what_lands_after_the_end_does_not_count() {
+    let (_dir, root) = folder();
+    let data = noise(4 * BLOCK, 1);
+    let path = source(&root, "f", &data);
+    let file = manifest_file("f", data.len(), Checksum::Sha256(Digest::sha256(&data)));
+    let mut node = Node::new_with(vec![file], |config| {
+        config.unjournaled_limit_bytes = BLOCK as u64;
+    });
+    let held = node.artifact.clone();
+    let (locked, lock) = std::sync::mpsc::channel();
+    let (release, until) = std::sync::mpsc::channel::<()>();
+    let holder = std::thread::spawn(move || {
+        let journal = held.journal.lock();
+        locked.send(()).unwrap();
+        let _ = until.recv();
+        drop(journal);
+    });
+    lock.recv().unwrap();
+    let config = SourceConfig {
+        drain_timeout: Duration::from_millis(20),
+        ..quick()
+    };
+    let cancel = CancellationToken::new();
+    let run = tokio::spawn(acquire_with(
+        node.task(&[&path], &[&root]),
+        config,
+        cancel.clone(),
+    ));
+    let waits = async {
+        while node.store.as_ref().unwrap().waiting_writers() == 0 {
+            tokio::task::yield_now().await;
+        }
+    };
+    tokio::time::timeout(Duration::from_secs(60), waits)
+        .await
+        .expect("a write waits");
+    cancel.cancel();
+    assert!(run.await.unwrap().unwrap_err().is_canceled());
+    assert!(node.artifact.closed().is_some(), "nothing counts any more");
+    let counted = node.artifact.have_count();
+    release.send(()).unwrap();
+    holder.join().unwrap();
+    let old = node.artifact.clone();
+    let again = tokio::task::spawn_blocking(move || {
+        node.restart();
+        node
+    });
+    let node = again.await.unwrap();
+    assert_eq!(old.have_count(), counted);
+    node.acquire(&[&path], &[&root]).await.unwrap();
+    assert_eq!(node.bytes(), data);
+}
+
+/// A file that is left half-way is closed in its turn: that may hang as long as anything else on its share.
+#[tokio::test]
+async fn a_source_that_is_left_is_closed_in_its_turn() {
+    let data = noise(BLOCK, 1);
+    let node = Node::with_file(&data);
+    let turns = limits::Buffers::new(&node.artifact);
+    let mut calls = Vec::new();
+    for _ in 0..limits::SOURCE_CALLS_PER_TASK {
+        calls.push(turns.call(Duration::from_secs(60)).await.unwrap());
+    }
+    let (mut near, far) = std::os::unix::net::UnixStream::pair().unwrap();
+    near.set_nonblocking(true).unwrap();
+    let far = std::fs::File::from(std::os::fd::OwnedFd::from(far));
+    drop(crate::source::local::Source::new(far, turns.clone()));
+    let mut read = move || std::io::Read::read(&mut near, &mut [0]);
+    for _ in 0..20 {
+        // What another thread was given before this has been begun.
+        tokio::task::spawn_blocking(|| ()).await.unwrap();
+        assert_eq!(read().unwrap_err().kind(), std::io::ErrorKind::WouldBlock);
+    }
+    drop(calls);
+    let closed = async {
+        while read().is_err() {
+            tokio::task::yield_now().await;
+        }
+    };
+    tokio::time::timeout(Duration::from_secs(60), closed)
+        .await
+        .expect("it is closed in the end");
+}

@@ -58,8 +58,14 @@ struct Node {
 
 impl Node {
     fn new(files: Vec<ManifestFile>) -> Self {
+        Self::new_with(files, |_| ())
+    }
+
+    fn new_with(files: Vec<ManifestFile>, change: impl FnOnce(&mut StoreConfig)) -> Self {
         let root = tempfile::tempdir().unwrap();
-        let store = Store::open(StoreConfig::new(root.path())).unwrap();
+        let mut config = StoreConfig::new(root.path());
+        change(&mut config);
+        let store = Store::open(config).unwrap();
         let model = ModelRef {
             model_id: "org/m".into(),
             revision: "r".into(),
@@ -187,6 +193,7 @@ fn quick() -> SourceConfig {
         retries: 4,
         retry_after_max: Duration::from_secs(2),
         part_bytes: 2 * BLOCK as u64,
+        drain_timeout: Duration::from_secs(30),
     }
 }
 

@@ -22,6 +22,8 @@ const MAX_PEERS: usize = 64;
 const RETRY_MIN: Duration = Duration::from_millis(200);
 /// Longest wait before a peer is dialled again.
 const RETRY_MAX: Duration = Duration::from_secs(10);
+/// Verified blocks of a peer that make up for bad ones: one in so many costs less than doing without the peer.
+const FORGIVEN_AFTER: u32 = 256;
 /// Longest penalty of a peer that sent bad bytes.
 const PENALTY_MAX: Duration = Duration::from_secs(3600);
 
@@ -39,8 +41,12 @@ pub(super) struct Listed {
     contact: Contact,
     /// Dials in a row without success.
     pub(super) failures: u32,
-    /// Times it sent bad bytes.
+    /// Times it sent bad bytes, less those that were made up for.
     strikes: u32,
+    /// It was given the benefit of the doubt.
+    excused: bool,
+    /// Blocks that were verified since it was last forgiven something.
+    verified: u32,
     pub(super) last_error: Option<String>,
 }
 
@@ -69,6 +75,8 @@ impl Fetch {
                         contact,
                         failures: 0,
                         strikes,
+                        excused: false,
+                        verified: 0,
                         last_error: None,
                     }
                 }
@@ -200,6 +208,36 @@ impl Fetch {
                 retry_after(listed.failures, hash_id(&session.node_id) ^ now_us)
             };
             listed.contact = Contact::Waiting(Instant::now() + wait);
+        }
+    }
+
+    /// Whether bad bytes of this peer may be nobody's fault. Until the seal a seed reads a file anew whose checksum did
+    /// not hold, and a block of the old one may have been on its way when it found out. Then what it says is heard
+    /// anew, over another subscription; once, or it would be no different from a liar.
+    pub(in crate::swarm) fn excuse(&mut self, peer: PeerIndex, reason: &str) -> bool {
+        let Some(session) = self.sessions.get(&peer).filter(|s| s.seed && self.seal.is_none()) else {
+            return false;
+        };
+        let Some(listed) = self.listed.get_mut(&session.node_id).filter(|l| !l.excused) else {
+            return false;
+        };
+        listed.excused = true;
+        tracing::info!(model = %self.artifact.model(), node = %session.node_id, %reason, "the seed has other bytes by now, or a fault: asking it anew");
+        self.leave(peer, false);
+        true
+    }
+
+    /// A block of this peer was verified.
+    pub(in crate::swarm) fn credit(&mut self, peer: PeerIndex) {
+        let node = self.sessions.get(&peer).map(|s| &s.node_id);
+        let Some(listed) = node.and_then(|node| self.listed.get_mut(node)) else {
+            return;
+        };
+        listed.verified += 1;
+        if listed.verified >= FORGIVEN_AFTER {
+            listed.verified = 0;
+            listed.excused = false;
+            listed.strikes = listed.strikes.saturating_sub(1);
         }
     }
 

@@ -1198,3 +1198,26 @@ fn a_copy_on_a_seed_beside_the_targets_ends_with_the_seal() {
     w.seal(0, 0, 0);
     assert_eq!(w.placement(0, 3).state, P::Planned);
 }
+
+/// Nodes say of themselves what they like.
+#[test]
+fn sums_of_what_nodes_claim_do_not_overflow() {
+    struct Boast;
+    impl Live for Boast {
+        fn progress(&self, _: &ModelRef, _: &NodeId) -> Option<LiveProgress> {
+            Some(LiveProgress {
+                verified_bytes: u64::MAX,
+                objects_done: u64::MAX,
+                bytes_per_second: u64::MAX,
+                running: true,
+            })
+        }
+    }
+    let mut w = World::new(3);
+    w.create(0, 0, 0, &[0, 1, 2]);
+    w.acquire(0, 0, 0);
+    w.replicate(0, &[1, 2]);
+    let snapshot = w.state.job_snapshot(&job_id(0), &Boast).unwrap();
+    assert_eq!(snapshot.progress.bytes_per_second, u64::MAX);
+    assert_eq!(snapshot.progress.bytes_staged, 3 * MIB);
+}
