@@ -34,9 +34,9 @@ use tokio::{
 
 /// Longest head that is read.
 const MAX_HEAD_BYTES: usize = 64 << 10;
-/// Slowest caller that is waited for, as with the bodies that callers send. Answers and objects that are read more
-/// slowly keep a place that others need.
-pub const LEAST_BYTES_PER_S: u64 = 1 << 20;
+/// Slowest caller that is waited for, whether it sends a body or takes an answer: a megabit per second, a poor link between
+/// sites. Who is slower keeps a place that others need.
+pub const LEAST_BYTES_PER_S: u64 = 128 << 10;
 /// After a failed accept (out of file descriptors).
 const ACCEPT_PAUSE: Duration = Duration::from_millis(50);
 

@@ -4,7 +4,7 @@
 //! the admission of requests ([`crate::context::MAX_REQUESTS`], 64 MiB); larger ones have a room for the middling
 //! and one for the large, so that none waits behind one that is much larger. Who finds no room within
 //! [`BUDGET_WAIT`] is told to come back. A body where none is expected is not held at all. A body that comes
-//! slower than [`MIN_BYTES_PER_S`], after a grace, is given up, and one that does not begin within [`FIRST_BYTE`]: nobody
+//! slower than [`LEAST_BYTES_PER_S`], after a grace, is given up, and one that does not begin within [`FIRST_BYTE`]: nobody
 //! holds a request's place or room by dripping, nor by a promise, since room is only taken for what has begun to come.
 //! A refused body is read to its end (within bounds) before the answer, so that a caller which sends first and
 //! reads later sees the answer and not a broken connection.
@@ -16,7 +16,7 @@ use axum::{
 };
 use bytes::{Bytes, BytesMut};
 use futures_util::StreamExt;
-use mooncake_proto::{api::ProblemCode, manifest::MAX_BODY_BYTES, text::cut};
+use mooncake_proto::{api::ProblemCode, http::LEAST_BYTES_PER_S, manifest::MAX_BODY_BYTES, text::cut};
 use std::{sync::Arc, time::Duration};
 use tokio::{
     sync::{OwnedSemaphorePermit, Semaphore},
@@ -37,8 +37,6 @@ const BUDGET_WAIT: Duration = Duration::from_secs(10);
 const READ_GRACE: Duration = Duration::from_secs(30);
 /// Longest wait for a body's first byte. Its head is here, so that its sender is, too.
 const FIRST_BYTE: Duration = Duration::from_secs(5);
-/// Slowest sender that is waited for.
-const MIN_BYTES_PER_S: usize = 1 << 20;
 /// Longest time spent on reading a body that was refused already.
 const DRAIN_TIME: Duration = Duration::from_secs(5);
 /// Most bytes of such a body that are read.
@@ -103,7 +101,7 @@ impl Pace {
         stream: &mut axum::body::BodyDataStream,
         got: usize,
     ) -> Result<Option<Bytes>, ApiError> {
-        let whole = self.grace + Duration::from_secs_f64(got as f64 / MIN_BYTES_PER_S as f64);
+        let whole = self.grace + Duration::from_secs_f64(got as f64 / LEAST_BYTES_PER_S as f64);
         let silence = match got {
             0 => self.grace.min(FIRST_BYTE),
             _ => self.grace,
@@ -498,7 +496,7 @@ mod tests {
             tokio::time::sleep(Duration::from_secs(1)).await;
             (n < 60).then(|| {
                 (
-                    Ok::<_, std::io::Error>(Bytes::from(vec![b' '; MIN_BYTES_PER_S])),
+                    Ok::<_, std::io::Error>(Bytes::from(vec![b' '; LEAST_BYTES_PER_S as usize])),
                     n + 1,
                 )
             })
@@ -511,6 +509,6 @@ mod tests {
             )
             .await
             .unwrap();
-        assert_eq!(held.bytes.len(), 60 * MIN_BYTES_PER_S);
+        assert_eq!(held.bytes.len(), 60 * LEAST_BYTES_PER_S as usize);
     }
 }

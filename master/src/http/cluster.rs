@@ -19,6 +19,7 @@ use axum::{
 use bytes::Bytes;
 use mooncake_proto::{
     api::{AddMember, MemberId, MembershipAnswer, ProblemCode, TransferLeadership},
+    http::LEAST_BYTES_PER_S,
     text::cut,
 };
 use serde::de::DeserializeOwned;
@@ -38,10 +39,9 @@ static ENCODING: Semaphore = Semaphore::const_new(1);
 const PIECE_BYTES: usize = 256 << 10;
 /// Longest time in which a caller takes no piece: then it has gone, and the copy of the state with it.
 const PIECE_PATIENCE: Duration = Duration::from_secs(60);
-/// What a caller may take for a whole backup: this, and one second more for each of these bytes. There is room for few
+/// What a caller may take for a whole backup: this, and the time of its size at [`LEAST_BYTES_PER_S`]. There is room for few
 /// callers at once, and two that take a piece now and then must not keep the others out for hours.
 const DOWNLOAD_GRACE: Duration = Duration::from_secs(60);
-const LEAST_PACE_BYTES_PER_S: u64 = 1 << 20;
 
 /// `GET /api/v1/cluster/members`: the cluster as its leader knows it, with how far each master is.
 pub(super) async fn members(State(ctx): State<Arc<MasterContext>>, uri: Uri) -> Result<Response, ApiError> {
@@ -229,7 +229,7 @@ async fn send(
     pieces: mpsc::Sender<Result<Bytes, Infallible>>,
 ) -> Result<(), &'static str> {
     let size_bytes: u64 = parts.iter().map(|part| part.len() as u64).sum();
-    let pace = Duration::from_secs(size_bytes / LEAST_PACE_BYTES_PER_S);
+    let pace = Duration::from_secs(size_bytes / LEAST_BYTES_PER_S);
     let until = Instant::now() + DOWNLOAD_GRACE + pace;
     for mut part in parts {
         while !part.is_empty() {
@@ -273,7 +273,7 @@ mod tests {
 
     #[tokio::test(start_paused = true)]
     async fn a_slow_caller_gives_the_room_back() {
-        let size_bytes = 30 << 20;
+        let size_bytes = 30 * LEAST_BYTES_PER_S as usize;
         let limit = DOWNLOAD_GRACE + Duration::from_secs(30);
         // Always within the patience for one piece.
         let (ended, after, bytes) = taken_every(PIECE_PATIENCE / 2, size_bytes).await;
@@ -283,7 +283,7 @@ mod tests {
         let (ended, after, _) = taken_every(PIECE_PATIENCE * 2, size_bytes).await;
         assert_eq!((ended, after), (Err("the caller stood still"), PIECE_PATIENCE));
         // A little above the least pace.
-        let (ended, _, bytes) = taken_every(Duration::from_millis(240), size_bytes).await;
+        let (ended, _, bytes) = taken_every(Duration::from_millis(1900), size_bytes).await;
         assert_eq!((ended, bytes), (Ok(()), size_bytes + 7));
     }
 }

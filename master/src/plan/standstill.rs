@@ -259,9 +259,12 @@ mod tests {
             .unwrap()
     }
 
+    /// What it is about, what happens when, since when this master looks on, and when the attempt is over.
+    type Case<'a> = (&'a str, &'a [(u64, Event)], u64, u64);
+
     #[test]
     fn what_gives_an_attempt_more_time() {
-        let cases: &[(&str, &[(u64, Event)], u64, u64)] = &[
+        let cases: &[Case] = &[
             ("nothing happens", &[], 0, 600),
             ("this master looks on since later", &[], 250, 850),
             ("and that was long ago", &[(300, Reports(1, 0))], 250, 900),
