@@ -341,8 +341,8 @@ fn a_peer_that_stays_stalled_is_dropped() {
 fn the_only_holder_is_dropped_too_when_it_answers_nothing() {
     let mut c = chooser(2);
     add(&mut c, 0, traits(0, true));
-    c.announce(0, 0);
-    c.announce(0, 1);
+    c.announce(0, 0, 0);
+    c.announce(0, 1, 0);
     assert_eq!(drain(&mut c, 0).len(), 2);
     // Any answer shows that it is there.
     c.delivered(0, 0, BS.into(), 1000);
@@ -362,7 +362,7 @@ fn the_only_holder_is_dropped_too_when_it_answers_nothing() {
     // Its next connection is asked anew.
     c.remove_peer(0);
     add(&mut c, 1, traits(0, true));
-    c.announce(1, 1);
+    c.announce(1, 1, SILENT_DROP_US);
     let next = c.next(SILENT_DROP_US + 1000);
     assert_eq!(next.map(|p| (p.peer, p.block)), Some((1, 1)));
 }
