@@ -1,4 +1,8 @@
-//! Who a node is told to copy from.
+//! Who a node is told to copy from: its neighbours in the [`Mesh`] of everyone who has or gets the artifact.
+//!
+//! What it costs: the mesh of an artifact that is being copied is made anew for each plan, its members times the
+//! logarithm of their number, and a list is looked up for each of its running copies. Per node both stay as they are
+//! however many nodes there are.
 
 use super::{
     observed::{Held, HeldState, Observed},
@@ -7,15 +11,18 @@ use super::{
 use mooncake_proto::{
     api::{NodeStatus, PlacementState},
     ids::{ModelRef, NodeId},
+    mesh::{self, Mesh, hash_id},
 };
 use mooncake_state::{Artifact, State, TaskKind};
 use std::collections::BTreeMap;
 
 /// Most peers one node is told of: a swarm needs no more connections per node to use its links, and the leader's
 /// work per node stays constant however many nodes there are.
-pub const MAX_PEERS: usize = 64;
-/// Of these, most that hold everything: the rest are receivers, with which what is rare is exchanged.
-const MAX_HOLDERS: usize = 48;
+pub const MAX_PEERS: usize = if mesh::MAX_NEIGHBOURS > mesh::EVERYBODY {
+    mesh::MAX_NEIGHBOURS
+} else {
+    mesh::EVERYBODY
+};
 
 /// What a candidate is.
 #[derive(Clone, Copy, PartialEq, Eq, PartialOrd, Ord)]
@@ -29,6 +36,7 @@ enum Rank {
 pub(super) struct Candidates<'a> {
     state: &'a State,
     ranks: BTreeMap<&'a NodeId, Rank>,
+    mesh: Mesh<&'a NodeId>,
 }
 
 /// Whether the node says that it holds every byte of what is sealed.
@@ -72,29 +80,23 @@ impl<'a> Candidates<'a> {
             }
         }
         ranks.retain(|id, _| state.node(id).is_some_and(|n| n.status != NodeStatus::Down));
-        Self { state, ranks }
+        let mut mesh = Mesh::new();
+        for (id, rank) in &ranks {
+            let rack = state.node(id).and_then(|n| n.about.labels.get("rack"));
+            let rack = rack.map_or("", String::as_str);
+            mesh.insert(*id, hash_id(&id.0), rack, *rank == Rank::Seed);
+        }
+        Self { state, ranks, mesh }
     }
 
-    /// The list for `node`, or `None` if `before`, which it was told, still serves. Not random: the list follows
-    /// from the ids, those after `node`'s own first, so that each node has other neighbours and all are connected.
+    /// The list for `node`, or `None` if `before`, which it was told, still serves.
     pub(super) fn list(&self, node: &NodeId, before: Option<&[Peer]>) -> Option<Vec<Peer>> {
-        if before.is_some_and(|peers| self.still_serves(node, peers)) {
-            return None;
-        }
-        let others = || {
-            use std::ops::Bound::{Excluded, Unbounded};
-            let after = self.ranks.range::<NodeId, _>((Excluded(node), Unbounded));
-            let before = self.ranks.range::<NodeId, _>((Unbounded, Excluded(node)));
-            after.chain(before)
+        let neighbours = self.mesh.neighbours(&node);
+        let list: Vec<Peer> = neighbours.iter().filter_map(|id| self.peer(id)).collect();
+        let told = |before: &[Peer]| {
+            before.len() == list.len() && before.iter().zip(&list).all(|(b, l)| serves_as(b, l))
         };
-        let of = |rank: Rank| others().filter(move |(_, r)| **r == rank).map(|(id, _)| *id);
-        let mut chosen: Vec<&NodeId> = of(Rank::Seed).chain(of(Rank::Holder)).take(MAX_HOLDERS).collect();
-        chosen.extend(of(Rank::Receiver).take(MAX_PEERS - chosen.len()));
-        let holders_left = of(Rank::Seed).chain(of(Rank::Holder)).skip(MAX_HOLDERS);
-        chosen.extend(holders_left.take(MAX_PEERS - chosen.len()));
-        chosen.sort();
-        let list: Vec<Peer> = chosen.into_iter().filter_map(|id| self.peer(id)).collect();
-        (before != Some(&list[..])).then_some(list)
+        (!before.is_some_and(told)).then_some(list)
     }
 
     fn peer(&self, id: &NodeId) -> Option<Peer> {
@@ -104,33 +106,10 @@ impl<'a> Candidates<'a> {
             self.ranks.get(id) == Some(&Rank::Seed),
         ))
     }
+}
 
-    /// A list is kept while everyone on it still serves, a source of everything is on it, and it is full or has
-    /// everyone: so that a thousand nodes turning `staged` one by one do not cause a million messages.
-    fn still_serves(&self, node: &NodeId, peers: &[Peer]) -> bool {
-        let same = peers.iter().all(|p| {
-            self.state
-                .node(&p.node)
-                .is_some_and(|n| n.about.data_address == p.data_address)
-                && self
-                    .ranks
-                    .get(&p.node)
-                    .is_some_and(|r| p.seed || *r != Rank::Seed)
-        });
-        let everyone = self.ranks.len() - usize::from(self.ranks.contains_key(node));
-        let complete = peers.len() >= everyone.min(MAX_PEERS);
-        let has_source = peers
-            .iter()
-            .any(|p| self.ranks.get(&p.node).is_some_and(|r| *r < Rank::Receiver))
-            || !self
-                .ranks
-                .iter()
-                .any(|(id, r)| *id != node && *r < Rank::Receiver);
-        let has_seed = self
-            .ranks
-            .iter()
-            .filter(|(id, r)| **r == Rank::Seed && **id != node)
-            .all(|(id, _)| peers.iter().any(|p| p.node == **id));
-        same && complete && has_source && has_seed
-    }
+/// Whether who was told of `before` needs not hear of `now`: that a seed is done does not matter to who knows it.
+fn serves_as(before: &Peer, now: &Peer) -> bool {
+    let seed = before.seed;
+    *before == Peer { seed, ..now.clone() } && (before.seed || !now.seed)
 }
