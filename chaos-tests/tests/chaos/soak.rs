@@ -9,7 +9,7 @@ async fn a_short_soak_breaks_nothing() -> Result<()> {
     let out = tempfile::tempdir()?;
     let report = round(&RoundOptions {
         seed: 4,
-        length: Duration::from_secs(60),
+        length: Duration::from_secs(40),
         masters: 3,
         clients: 3,
         clocks: false,
