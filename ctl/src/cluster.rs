@@ -25,6 +25,10 @@ use tokio::signal::unix::{SignalKind, signal};
 const CLUSTER: [&str; 3] = ["api", "v1", "cluster"];
 /// The role of a member without a vote.
 const LEARNER: &str = "learner";
+/// The role of the one that leads.
+const LEADER: &str = "leader";
+/// Who answered the leader no longer ago is there, as the masters judge it before they change the members.
+const ANSWERS_WITHIN: Duration = Duration::from_secs(3);
 /// Between two tries to promote a master that catches up.
 const PROMOTE_INTERVAL: Duration = Duration::from_secs(1);
 /// The least time between two remarks about how far it is.
@@ -178,7 +182,15 @@ async fn replace(
 /// The old one has to be there, or everything has to be done: a mistyped id must not add a master and remove none.
 fn check_replaced(members: &[MemberView], old: u64, rpc_address: &str) -> Result<(), Failure> {
     let is_old = |member: &MemberView| member.id == old;
-    let is_done = |member: &MemberView| member.rpc_address == rpc_address && member.role != LEARNER;
+    let answers = |member: &MemberView| {
+        member.role == LEADER
+            || member
+                .silent_ms
+                .is_some_and(|ms| Duration::from_millis(ms) <= ANSWERS_WITHIN)
+    };
+    // One that does not answer is another one, that was at this address before.
+    let is_done =
+        |member: &MemberView| member.rpc_address == rpc_address && member.role != LEARNER && answers(member);
     if members.iter().any(|member| is_old(member) || is_done(member)) {
         return Ok(());
     }
@@ -281,23 +293,33 @@ mod tests {
             disk_id: format!("d{id}"),
             role: role.into(),
             lag: None,
-            silent_ms: None,
+            silent_ms: Some(40),
         }
     }
 
     #[test]
     fn only_a_member_is_replaced() {
-        let members = [member(1, "leader"), member(2, "follower"), member(4, LEARNER)];
+        let gone = |id, silent_ms| MemberView {
+            silent_ms,
+            ..member(id, "follower")
+        };
+        let members = [
+            member(1, LEADER),
+            member(2, "follower"),
+            member(4, LEARNER),
+            gone(5, Some(60_000)),
+            gone(6, None),
+        ];
         let check = |old, address| check_replaced(&members, old, address);
         for address in ["m4:50051", "m9:50051", "m2:50051"] {
             check(2, address).unwrap();
         }
-        // A repeat of what is done; but a learner at the address is not done.
+        // A repeat of what is done; but a learner at the address is not done, nor is a voter that is gone from it.
         check(7, "m2:50051").unwrap();
-        for address in ["m9:50051", "m4:50051"] {
+        for address in ["m9:50051", "m4:50051", "m5:50051", "m6:50051"] {
             let why = check(7, address).unwrap_err().to_string();
             assert!(
-                why.contains("master 7 is no member") && why.contains("1, 2, 4"),
+                why.contains("master 7 is no member") && why.contains("1, 2, 4, 5, 6"),
                 "{why}"
             );
         }

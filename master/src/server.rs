@@ -48,7 +48,8 @@ impl RunError {
     /// usage.)
     pub const fn exit_code(&self) -> u8 {
         match self {
-            Self::Removed(_) | Self::Start(StartError::Removed(_)) | Self::TooOld(_) => 3,
+            Self::Removed(_) | Self::Start(StartError::Removed(_)) => 3,
+            Self::TooOld(_) | Self::Start(StartError::TooOld(_)) => 3,
             Self::Start(StartError::Open(OpenError::Newer { .. } | OpenError::Restore { .. })) => 3,
             Self::Bootstrap(BootstrapError::Raft(_) | BootstrapError::Stopped) => 1,
             Self::Bootstrap(_) => 3,

@@ -92,6 +92,10 @@ impl Balancer {
         let path = path.display().to_string();
         let args: &[&str] = match kind {
             BalancerKind::HaProxy => &["-db", "-f", &path],
+            // On loopback nothing else ends workers whose test gives up.
+            BalancerKind::Nginx if namespace.is_none() => {
+                &["-c", &path, "-g", "daemon off; master_process off;"]
+            }
             BalancerKind::Nginx => &["-c", &path, "-g", "daemon off;"],
         };
         let args = args.iter().map(|s| (*s).to_owned()).collect();

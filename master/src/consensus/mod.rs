@@ -168,6 +168,9 @@ pub enum StartError {
         /// Its answer.
         error: io::Error,
     },
+    /// The log, which is applied at the start, needs a newer program.
+    #[error("{0}")]
+    TooOld(Arc<str>),
     /// openraft.
     #[error("Raft does not start: {0}")]
     Raft(String),
@@ -400,7 +403,10 @@ async fn start_on_runtime(
     };
     let raft = MasterRaft::new(identity.node_id, config, network, log_store, state_machine)
         .await
-        .map_err(|error| StartError::Raft(error.to_string()))?;
+        .map_err(|error| {
+            let too_old = reader.read().machine.too_old().cloned();
+            too_old.map_or_else(|| StartError::Raft(error.to_string()), StartError::TooOld)
+        })?;
 
     let list = |(id, address): (&NodeId, &MemberAddress)| pb::Node {
         id: *id,

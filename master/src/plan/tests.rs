@@ -1009,14 +1009,16 @@ fn a_thousand_nodes_are_not_told_of_a_thousand_peers() {
         .map(|(id, _)| id.clone())
         .collect();
     sim.observed.close(&node(700));
-    sim.apply(Command::SetNodeStatus {
-        node: node(700),
-        incarnation: 1,
-        seen_since_ms: sim.state.node(&node(700)).unwrap().since_ms,
-        status: NodeStatus::Down,
-        reason: "gone".into(),
-        now_ms: sim.now,
-    });
+    for status in [NodeStatus::Suspected, NodeStatus::Down] {
+        sim.apply(Command::SetNodeStatus {
+            node: node(700),
+            incarnation: 1,
+            seen_since_ms: sim.state.node(&node(700)).unwrap().since_ms,
+            status,
+            reason: "gone".into(),
+            now_ms: sim.now,
+        });
+    }
     let mut told = Vec::new();
     for intent in plan(&sim.state, &sim.observed, sim.now) {
         let Intent::Send { node: id, order } = &intent else {

@@ -143,6 +143,8 @@ async fn a_recovery_cut_off_at_any_step_is_refused_until_it_is_repeated() {
             crate::offline::cut_off_after(offline, 1, "members 1", |identity| {
                 new_life(next, &identity.disk_id)
             });
+        } else {
+            drop(offline);
         }
         let offline = Offline::open(folder.path()).unwrap();
         let noted = ["", "members 1, 2, 3"][usize::from(steps > 0)];

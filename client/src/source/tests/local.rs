@@ -623,13 +623,20 @@ async fn what_lands_after_the_end_does_not_count() {
     let counted = node.artifact.have_count();
     release.send(()).unwrap();
     holder.join().unwrap();
-    let old = node.artifact.clone();
+    let landed = async {
+        while node.store.as_ref().unwrap().waiting_writers() > 0 {
+            tokio::task::yield_now().await;
+        }
+    };
+    tokio::time::timeout(Duration::from_secs(60), landed)
+        .await
+        .expect("the write lands");
+    assert_eq!(node.artifact.have_count(), counted);
     let again = tokio::task::spawn_blocking(move || {
         node.restart();
         node
     });
     let node = again.await.unwrap();
-    assert_eq!(old.have_count(), counted);
     node.acquire(&[&path], &[&root]).await.unwrap();
     assert_eq!(node.bytes(), data);
 }

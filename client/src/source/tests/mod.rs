@@ -7,7 +7,7 @@ mod web_environment;
 mod web_faults;
 
 use super::*;
-use crate::store::{NewArtifact, Store, StoreConfig};
+use crate::store::{NewArtifact, Store, StoreConfig, StoreError};
 use mooncake_proto::{
     digest::{Algorithm, Digest},
     ids::ModelRef,
@@ -176,7 +176,16 @@ impl Node {
             placeholder.artifact.clone(),
         ));
         drop(self.store.take());
-        let store = Store::open(StoreConfig::new(self.root.path())).unwrap();
+        // A write that nobody waits for any more may have one for a moment.
+        let until = std::time::Instant::now() + Duration::from_secs(60);
+        let store = loop {
+            match Store::open(StoreConfig::new(self.root.path())) {
+                Err(StoreError::Locked { .. }) if std::time::Instant::now() < until => {
+                    std::thread::yield_now()
+                }
+                opened => break opened.unwrap(),
+            }
+        };
         self.artifact = store.begin(new).unwrap();
         self.store = Some(store);
     }
