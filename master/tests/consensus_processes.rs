@@ -166,6 +166,24 @@ fn signal(child: &Child, name: &str) {
         .status()
         .unwrap();
     assert!(done.success());
+    if name == "STOP" {
+        // Only when a thread of it runs does the process learn of this; until then the others go on.
+        let began = std::time::Instant::now();
+        while !is_stopped(child.id()) {
+            assert!(began.elapsed() < PATIENCE, "it does not stop");
+            std::thread::yield_now();
+        }
+    }
+}
+
+/// Whether every thread is stopped (state `T`, after the name in parentheses; proc_pid_stat(5)).
+fn is_stopped(pid: u32) -> bool {
+    let threads = std::fs::read_dir(format!("/proc/{pid}/task")).unwrap();
+    threads.flatten().all(|thread| {
+        let stat = std::fs::read_to_string(thread.path().join("stat")).unwrap_or_default();
+        stat.rsplit_once(") ")
+            .is_some_and(|(_, state)| state.starts_with('T'))
+    })
 }
 
 /// The leader that all of `ids` agree on.
