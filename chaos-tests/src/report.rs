@@ -1,7 +1,43 @@
-//! What the reports of all benchmarks have in common: tables, numbers, and what they say of the machine.
+//! What all benchmarks have in common: tables, numbers, what they say of the machine, how they end.
 
+use crate::testbed::run::before_removal;
+use anyhow::Result;
 use comfy_table::{Cell, CellAlignment, Table, presets};
-use std::time::Duration;
+use std::{
+    process::ExitCode,
+    time::{Duration, Instant},
+};
+
+/// How a benchmark ends: 0 where all holds that it promises (true), 2 where something does not, 1 where it could not
+/// be measured.
+pub fn exit_code(measured: Result<bool>) -> ExitCode {
+    match measured {
+        Ok(true) => ExitCode::SUCCESS,
+        Ok(false) => ExitCode::from(2),
+        Err(error) => {
+            eprintln!("error: {error:#}");
+            ExitCode::FAILURE
+        }
+    }
+}
+
+/// SIGINT and SIGTERM end the program with what was measured so far ([`before_removal`]).
+pub fn print_if_interrupted(print: impl FnOnce() + Send + 'static) {
+    before_removal(move || {
+        eprintln!("interrupted: this is what was measured so far");
+        print();
+    });
+}
+
+/// What a reader needs to know of the machine: its cores, and who else used them.
+pub fn machine_line(load_before: f64, began: Instant) -> String {
+    format!(
+        "{} cores; load average {load_before:.2} before, {:.2} after; the run took {} s.\n",
+        cores(),
+        load_average(),
+        began.elapsed().as_secs()
+    )
+}
 
 /// An empty table with this header.
 pub fn table(header: &[&str]) -> Table {

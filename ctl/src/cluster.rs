@@ -8,7 +8,8 @@ use crate::{
 };
 use mooncake_proto::{
     api::{
-        AddMember, ClusterStatus, MemberId, MemberView, MembershipAnswer, ProblemCode, TransferLeadership,
+        ALIVE_WITHIN, AddMember, ClusterStatus, MemberId, MemberView, MembershipAnswer, ProblemCode,
+        TransferLeadership,
     },
     backup::{self, BackupInfo},
 };
@@ -27,8 +28,6 @@ const CLUSTER: [&str; 3] = ["api", "v1", "cluster"];
 const LEARNER: &str = "learner";
 /// The role of the one that leads.
 const LEADER: &str = "leader";
-/// Who answered the leader no longer ago is there, as the masters judge it before they change the members.
-const ANSWERS_WITHIN: Duration = Duration::from_secs(3);
 /// Between two tries to promote a master that catches up.
 const PROMOTE_INTERVAL: Duration = Duration::from_secs(1);
 /// The least time between two remarks about how far it is.
@@ -186,7 +185,7 @@ fn check_replaced(members: &[MemberView], old: u64, rpc_address: &str) -> Result
         member.role == LEADER
             || member
                 .silent_ms
-                .is_some_and(|ms| Duration::from_millis(ms) <= ANSWERS_WITHIN)
+                .is_some_and(|ms| Duration::from_millis(ms) <= ALIVE_WITHIN)
     };
     // One that does not answer is another one, that was at this address before.
     let is_done =

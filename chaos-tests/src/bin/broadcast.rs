@@ -9,7 +9,8 @@ use mooncake_chaos::{
         Benchmark, Machine, Peer, Report, Setup, Slow, Subject, available_memory, disk_rate, tools_are_there,
     },
     process,
-    testbed::{parse_rate, run::before_removal},
+    report::{exit_code, print_if_interrupted},
+    testbed::parse_rate,
 };
 use parking_lot::Mutex;
 use std::{
@@ -140,15 +141,7 @@ impl Beside {
 
 #[tokio::main]
 async fn main() -> ExitCode {
-    let arguments = Arguments::parse();
-    match measure(&arguments).await {
-        Ok(true) => ExitCode::SUCCESS,
-        Ok(false) => ExitCode::from(2),
-        Err(error) => {
-            eprintln!("error: {error:#}");
-            ExitCode::FAILURE
-        }
-    }
+    exit_code(measure(&Arguments::parse()).await)
 }
 
 async fn measure(arguments: &Arguments) -> Result<bool> {
@@ -174,11 +167,10 @@ async fn measure(arguments: &Arguments) -> Result<bool> {
     };
     let report = Arc::new(Mutex::new(Report::new(setup.clone(), machine)));
     let json = arguments.json;
-    before_removal({
+    print_if_interrupted({
         let (report, folder) = (Arc::clone(&report), folder.path().to_owned());
         move || {
             let _ = std::fs::remove_dir_all(folder);
-            eprintln!("interrupted: this is what was measured so far");
             print(&report.lock(), json);
         }
     });

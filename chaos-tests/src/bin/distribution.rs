@@ -8,8 +8,8 @@ use mooncake_chaos::{
     arguments::{parse_duration, parse_size},
     distribution::{Distributed, Setup, distribute, prepare},
     process,
-    report::{median_and_worst, right, table},
-    testbed::{parse_rate, run::before_removal},
+    report::{exit_code, median_and_worst, print_if_interrupted, right, table},
+    testbed::parse_rate,
 };
 use parking_lot::Mutex;
 use serde_json::json;
@@ -55,15 +55,7 @@ struct Results {
 
 #[tokio::main]
 async fn main() -> ExitCode {
-    let arguments = Arguments::parse();
-    match measure(&arguments).await {
-        Ok(true) => ExitCode::SUCCESS,
-        Ok(false) => ExitCode::from(2),
-        Err(error) => {
-            eprintln!("error: {error:#}");
-            ExitCode::FAILURE
-        }
-    }
+    exit_code(measure(&Arguments::parse()).await)
 }
 
 async fn measure(arguments: &Arguments) -> Result<bool> {
@@ -76,11 +68,10 @@ async fn measure(arguments: &Arguments) -> Result<bool> {
     let folder = tempfile::Builder::new().prefix("mooncake-model-").tempdir()?;
     let results = Arc::new(Mutex::new(Results::default()));
     let json = arguments.json;
-    before_removal({
+    print_if_interrupted({
         let (results, folder) = (Arc::clone(&results), folder.path().to_owned());
         move || {
             let _ = std::fs::remove_dir_all(folder);
-            eprintln!("interrupted: this is what was measured so far");
             print(&results.lock(), &setup, json);
         }
     });

@@ -7,7 +7,7 @@ use mooncake_chaos::{
     cluster, failover,
     failover::{Counts, Etcd, Fault, HandOver, Mooncake, Plan, Report, Subject, hand_over},
     process,
-    testbed::run::before_removal,
+    report::print_if_interrupted,
 };
 use parking_lot::Mutex;
 use std::{fs::File, path::PathBuf, process::ExitCode, sync::Arc, time::Duration};
@@ -100,12 +100,9 @@ async fn measure(arguments: &Arguments) -> Result<Vec<String>> {
     });
     let report = Arc::new(Mutex::new(Report::new(&planned, plan.interval, samples)));
     let json = arguments.json;
-    before_removal({
+    print_if_interrupted({
         let report = Arc::clone(&report);
-        move || {
-            eprintln!("interrupted: this is what was measured so far");
-            print(&report.lock(), json);
-        }
+        move || print(&report.lock(), json)
     });
     cluster::allow_side_by_side(arguments.subjects.len());
     let done = all(arguments, &plan, hand_overs, &report).await;

@@ -7,7 +7,7 @@ use mooncake_chaos::{
     arguments::parse_size,
     loopback::{Loopback, Report, Setup, floor},
     process,
-    testbed::run::before_removal,
+    report::{cores, exit_code, print_if_interrupted},
 };
 use parking_lot::Mutex;
 use std::{path::Path, process::ExitCode, sync::Arc};
@@ -47,19 +47,12 @@ fn main() -> ExitCode {
         Some(first) if first == floor::FLAG => floor::main(given.next()).map(|()| true),
         _ => measure(&Arguments::parse()),
     };
-    match done {
-        Ok(true) => ExitCode::SUCCESS,
-        Ok(false) => ExitCode::from(2),
-        Err(error) => {
-            eprintln!("error: {error:#}");
-            ExitCode::FAILURE
-        }
-    }
+    exit_code(done)
 }
 
 fn measure(arguments: &Arguments) -> Result<bool> {
     ensure!(arguments.runs > 0, "--runs must be at least 1");
-    let cores = mooncake_chaos::report::cores();
+    let cores = cores();
     let streams = arguments.streams.unwrap_or(cores);
     ensure!((1..=64).contains(&streams), "--streams: 1 to 64");
     process::build_product()?;
@@ -72,11 +65,10 @@ fn measure(arguments: &Arguments) -> Result<bool> {
     let folder = tempfile::Builder::new().prefix("mooncake-model-").tempdir()?;
     let report = Arc::new(Mutex::new(Report::new(setup, arguments.runs)));
     let json = arguments.json;
-    before_removal({
+    print_if_interrupted({
         let (report, folder) = (Arc::clone(&report), folder.path().to_owned());
         move || {
             let _ = std::fs::remove_dir_all(folder);
-            eprintln!("interrupted: this is what was measured so far");
             print(&report.lock(), json);
         }
     });

@@ -2,7 +2,7 @@
 //! it is not as it must be.
 
 use super::{Measured, Payload, Peer, Setup, Subject};
-use crate::report::{cores, load_average, median_and_worst, right, table};
+use crate::report::{cores, load_average, machine_line, median_and_worst, right, table};
 use comfy_table::{Cell, Table};
 use serde_json::{Value, json};
 use std::time::{Duration, Instant};
@@ -175,13 +175,7 @@ impl Report {
             },
             self.machine.disk_bytes_per_s / 1e6,
         );
-        text += &format!(
-            "{} cores; load average {:.2} before, {:.2} after; the run took {} s.\n",
-            cores(),
-            self.load_before,
-            load_average(),
-            self.began.elapsed().as_secs()
-        );
+        text += &machine_line(self.load_before, self.began);
         for what in self.broken() {
             text += &format!("DOES NOT HOLD: {what}\n");
         }

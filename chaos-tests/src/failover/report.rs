@@ -1,7 +1,7 @@
 //! What a run measured, as a table for people and as lines of JSON for programs, complete at every moment.
 
 use super::{Cost, Fault, HandOver};
-use crate::report::{cores, load_average, ms, percentile, right, table};
+use crate::report::{cores, load_average, machine_line, ms, percentile, right, table};
 use comfy_table::{Cell, Table};
 use serde_json::{Value, json};
 use std::{
@@ -146,13 +146,7 @@ impl Report {
         if !self.costs.is_empty() {
             text += &format!("{}\n", self.costs_table());
         }
-        text += &format!(
-            "{} cores; load average {:.2} before, {:.2} after; the run took {} s.\n",
-            cores(),
-            self.load_before,
-            load_average(),
-            self.began.elapsed().as_secs()
-        );
+        text += &machine_line(self.load_before, self.began);
         for error in self.errors() {
             text += &format!("OUT OF THE RUN: {error}\n");
         }

@@ -37,6 +37,8 @@ mod durable;
 mod error;
 mod fences;
 mod flush;
+#[cfg(test)]
+pub(crate) mod held;
 mod journal;
 mod naming;
 mod plumbing;

@@ -1,7 +1,10 @@
 //! Nodes in one process, on loopback, over real stores.
 
 use super::*;
-use crate::store::{NewArtifact, StoreConfig};
+use crate::store::{
+    NewArtifact, StoreConfig,
+    held::{HeldJournal, writers_wait},
+};
 use mooncake_proto::{
     digest::{Algorithm, Digest},
     hello::Secret,
@@ -164,6 +167,22 @@ impl Node {
             labels: BTreeMap::new(),
             seed,
         }
+    }
+
+    /// A member of the same cluster that a test plays itself: where it listens, how it is dialled, what it says.
+    async fn impostor(&self, name: &str, seed: bool) -> (TcpListener, PeerAddress, Arc<HelloConfig>) {
+        let listener = TcpListener::bind("127.0.0.1:0").await.unwrap();
+        let peer = PeerAddress {
+            node_id: format!("{name}:25001"),
+            data_address: listener.local_addr().unwrap().to_string(),
+            ..self.peer(seed)
+        };
+        let hello = HelloConfig {
+            node_id: peer.node_id.clone(),
+            instance_id: name.into(),
+            ..HelloConfig::clone(&self.swarm.inner.hello)
+        };
+        (listener, peer, Arc::new(hello))
     }
 
     /// Writes blocks as a seed does.
@@ -627,21 +646,11 @@ async fn a_peer_that_never_gives_its_list_is_passed_over() {
     good.fill(&bytes, good.all());
     // Whole, and wrong: only the list says where.
     b.fill(&lies, b.all());
-    let listener = TcpListener::bind("127.0.0.1:0").await.unwrap();
-    let silent = PeerAddress {
-        node_id: "mute:25001".into(),
-        data_address: listener.local_addr().unwrap().to_string(),
-        ..good.peer(false)
-    };
-    let hello = HelloConfig {
-        node_id: silent.node_id.clone(),
-        instance_id: "mute".into(),
-        ..(*good.swarm.inner.hello).clone()
-    };
+    let (listener, silent, hello) = b.impostor("mute", false).await;
     let asked = Arc::new(tokio::sync::Notify::new());
     let serving = tokio::spawn({
         let asked = asked.clone();
-        async move { mute(&listener, Arc::new(hello), seal, asked).await }
+        async move { mute(&listener, hello, seal, asked).await }
     });
     let (peers_tx, peers) = watch::channel(vec![silent.clone()]);
     let (_s, seal_rx) = sealed(Some(seal));
@@ -894,38 +903,21 @@ async fn nothing_is_written_after_a_fetch_has_returned() {
         config.unjournaled_limit_bytes = 2 * u64::from(BLOCK);
     })
     .await;
-    let (locked, lock) = std::sync::mpsc::channel();
-    let (release, until) = std::sync::mpsc::channel::<()>();
-    let held = b.artifact.clone();
-    let holder = std::thread::spawn(move || {
-        let journal = held.journal.lock();
-        locked.send(()).unwrap();
-        let _ = until.recv();
-        drop(journal);
-    });
-    lock.recv().unwrap();
+    let journal = HeldJournal::of(&b.artifact);
     let (_p, peers) = watch::channel(vec![a.peer(true)]);
     let (_s, seal_rx) = sealed(Some(seal));
     let (task, cancel) = b.fetch(&peers, &seal_rx);
     b.wait_for("what there is room for", |x| x.have_count() == 2)
         .await;
     // The third one is in the store, and waits.
-    let waits = async {
-        while b.store.waiting_writers() == 0 {
-            tokio::task::yield_now().await;
-        }
-    };
-    tokio::time::timeout(PATIENCE, waits)
-        .await
-        .expect("a write waits");
+    writers_wait(&b.store, true).await;
     cancel.cancel();
     // On its own task it would return at once, if it did not wait.
     for _ in 0..100 {
         tokio::task::yield_now().await;
     }
     assert!(!task.is_finished(), "it has returned while a write is under way");
-    release.send(()).unwrap();
-    holder.join().unwrap();
+    journal.release();
     assert!(finish(task).await.unwrap_err().is_canceled());
     let held = b.artifact.have_count();
     assert_eq!(b.store.waiting_writers(), 0);
@@ -938,17 +930,7 @@ async fn nothing_is_written_after_a_fetch_has_returned() {
 async fn what_an_abandoned_link_owed_is_free_and_nobody_gets_it_again() {
     let (m, _, seal) = model_of(2);
     let b = Node::start("b", &m).await;
-    let listener = TcpListener::bind("127.0.0.1:0").await.unwrap();
-    let silent = PeerAddress {
-        node_id: "mute:25001".into(),
-        data_address: listener.local_addr().unwrap().to_string(),
-        ..b.peer(false)
-    };
-    let hello = Arc::new(HelloConfig {
-        node_id: silent.node_id.clone(),
-        instance_id: "mute".into(),
-        ..HelloConfig::clone(&b.swarm.inner.hello)
-    });
+    let (listener, silent, hello) = b.impostor("mute", false).await;
     tokio::spawn(async move {
         loop {
             mute(&listener, hello.clone(), seal, Arc::default()).await;
@@ -1109,17 +1091,7 @@ async fn a_seed_may_be_wrong_once_before_the_seal_and_nobody_else() {
             ..Default::default()
         };
         let b = Node::start_with("b", &m, options).await;
-        let listener = TcpListener::bind("127.0.0.1:0").await.unwrap();
-        let peer = PeerAddress {
-            node_id: "a:25001".into(),
-            data_address: listener.local_addr().unwrap().to_string(),
-            ..b.peer(seed)
-        };
-        let hello = Arc::new(HelloConfig {
-            node_id: peer.node_id.clone(),
-            instance_id: "a".into(),
-            ..HelloConfig::clone(&b.swarm.inner.hello)
-        });
+        let (listener, peer, hello) = b.impostor("a", seed).await;
         let serving = tokio::spawn(wrong_once(listener, hello, bytes[0].clone()));
         let (_p, peers) = watch::channel(vec![peer]);
         let (_s, seal_rx) = sealed(known.then_some(seal));
@@ -1150,33 +1122,16 @@ async fn what_is_written_after_a_fetch_has_given_up_waiting_does_not_count() {
         config.unjournaled_limit_bytes = u64::from(BLOCK);
     })
     .await;
-    let held = b.artifact.clone();
-    let (locked, lock) = std::sync::mpsc::channel();
-    let (release, until) = std::sync::mpsc::channel::<()>();
-    let holder = std::thread::spawn(move || {
-        let journal = held.journal.lock();
-        locked.send(()).unwrap();
-        let _ = until.recv();
-        drop(journal);
-    });
-    lock.recv().unwrap();
+    let journal = HeldJournal::of(&b.artifact);
     let (_p, peers) = watch::channel(vec![a.peer(true)]);
     let (_s, seal_rx) = sealed(Some(seal));
     let (task, cancel) = b.fetch(&peers, &seal_rx);
-    let waits = async {
-        while b.store.waiting_writers() == 0 {
-            tokio::task::yield_now().await;
-        }
-    };
-    tokio::time::timeout(PATIENCE, waits)
-        .await
-        .expect("a write waits");
+    writers_wait(&b.store, true).await;
     cancel.cancel();
     assert!(finish(task).await.unwrap_err().is_canceled());
     assert!(b.artifact.closed().is_some(), "nothing counts any more");
     let counted = b.artifact.have_count();
-    release.send(()).unwrap();
-    holder.join().unwrap();
+    journal.release();
     // Another attempt takes another handle, once nobody writes through the old one.
     let new = NewArtifact {
         model: m.model.clone(),

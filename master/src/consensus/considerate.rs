@@ -18,6 +18,7 @@ use std::pin::Pin;
 use std::task::{Context, Poll};
 use std::time::{Duration, Instant};
 
+use rustix::net::sockopt::set_socket_send_buffer_size;
 use tokio::io::{AsyncRead, AsyncWrite, ReadBuf};
 use tokio::net::TcpStream;
 
@@ -43,7 +44,7 @@ pub(crate) struct Considerate {
 
 impl Considerate {
     pub(crate) fn new(inner: TcpStream) -> io::Result<Self> {
-        set_send_buffer(inner.as_raw_fd(), START_BYTES)?;
+        set_socket_send_buffer_size(&inner, START_BYTES)?;
         Ok(Self {
             inner,
             buffer_bytes: START_BYTES,
@@ -60,7 +61,7 @@ impl Considerate {
             return;
         }
         let fit = fit(self.buffer_bytes, trip);
-        if fit != self.buffer_bytes && set_send_buffer(self.inner.as_raw_fd(), fit).is_ok() {
+        if fit != self.buffer_bytes && set_socket_send_buffer_size(&self.inner, fit).is_ok() {
             tracing::trace!(from = self.buffer_bytes, to = fit, ?trip, "send buffer");
             self.buffer_bytes = fit;
             self.changed = Instant::now();
@@ -120,25 +121,6 @@ impl RoundTrip {
             now: micros(TCP_INFO_RTT)?,
             least: micros(TCP_INFO_MIN_RTT)?,
         })
-    }
-}
-
-fn set_send_buffer(socket: RawFd, bytes: usize) -> io::Result<()> {
-    let value = bytes as libc::c_int;
-    // SAFETY: the option takes an int of that size.
-    let result = unsafe {
-        libc::setsockopt(
-            socket,
-            libc::SOL_SOCKET,
-            libc::SO_SNDBUF,
-            (&raw const value).cast(),
-            size_of::<libc::c_int>() as libc::socklen_t,
-        )
-    };
-    if result == 0 {
-        Ok(())
-    } else {
-        Err(io::Error::last_os_error())
     }
 }
 

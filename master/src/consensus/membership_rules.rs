@@ -1,7 +1,6 @@
 //! What may be changed about the masters, and why not: pure, without I/O.
 
-use std::time::Duration;
-
+use mooncake_proto::api::ALIVE_WITHIN;
 use mooncake_proto::pb::raft as pb;
 use mooncake_raft_store::{Node, NodeId};
 
@@ -10,9 +9,6 @@ use super::membership::ChangeError;
 use super::transfer::{entries, silence};
 use super::version;
 use crate::config::{MAX_MEMBERS, check_address};
-
-/// A voter that has not answered for this long is not counted among the living.
-pub(super) const ALIVE_WITHIN: Duration = Duration::from_secs(3);
 
 #[derive(Debug, PartialEq, Eq)]
 pub(super) enum Judged {
@@ -260,6 +256,7 @@ fn quorum(voters: usize) -> usize {
 #[cfg(test)]
 mod tests {
     use super::*;
+    use std::time::Duration;
 
     fn member(id: NodeId, is_voter: bool, silent_s: Option<u64>, lag: u64) -> Member {
         Member {

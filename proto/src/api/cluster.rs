@@ -1,6 +1,10 @@
 //! The masters themselves: who they are, and how that is changed.
 
 use serde::{Deserialize, Serialize};
+use std::time::Duration;
+
+/// A master that has not answered its leader for this long is not counted among the living.
+pub const ALIVE_WITHIN: Duration = Duration::from_secs(3);
 
 /// `GET /api/v1/cluster` (what the master asked knows), `GET /api/v1/cluster/members` (what the leader knows).
 #[derive(Clone, Debug, PartialEq, Serialize, Deserialize)]

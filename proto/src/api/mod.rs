@@ -5,7 +5,9 @@ mod problem;
 mod request;
 mod views;
 
-pub use cluster::{AddMember, ClusterStatus, MemberId, MemberView, MembershipAnswer, TransferLeadership};
+pub use cluster::{
+    ALIVE_WITHIN, AddMember, ClusterStatus, MemberId, MemberView, MembershipAnswer, TransferLeadership,
+};
 pub use problem::{Problem, ProblemCode};
 pub use request::{
     ArtifactSpec, ChunkLayout, CreateJobRequest, FileSpec, JobPolicy, ManifestSpec, ModelSpec, ReplicaPolicy,

@@ -1,6 +1,7 @@
 //! From folders.
 
 use super::*;
+use crate::store::held::{HeldJournal, writers_wait};
 use std::{fs, os::unix::fs::symlink, path::Path};
 
 fn folder() -> (TempDir, String) {
@@ -589,16 +590,7 @@ async fn what_lands_after_the_end_does_not_count() {
     let mut node = Node::new_with(vec![file], |config| {
         config.unjournaled_limit_bytes = BLOCK as u64;
     });
-    let held = node.artifact.clone();
-    let (locked, lock) = std::sync::mpsc::channel();
-    let (release, until) = std::sync::mpsc::channel::<()>();
-    let holder = std::thread::spawn(move || {
-        let journal = held.journal.lock();
-        locked.send(()).unwrap();
-        let _ = until.recv();
-        drop(journal);
-    });
-    lock.recv().unwrap();
+    let journal = HeldJournal::of(&node.artifact);
     let config = SourceConfig {
         drain_timeout: Duration::from_millis(20),
         ..quick()
@@ -609,28 +601,13 @@ async fn what_lands_after_the_end_does_not_count() {
         config,
         cancel.clone(),
     ));
-    let waits = async {
-        while node.store.as_ref().unwrap().waiting_writers() == 0 {
-            tokio::task::yield_now().await;
-        }
-    };
-    tokio::time::timeout(Duration::from_secs(60), waits)
-        .await
-        .expect("a write waits");
+    writers_wait(node.store.as_ref().unwrap(), true).await;
     cancel.cancel();
     assert!(run.await.unwrap().unwrap_err().is_canceled());
     assert!(node.artifact.closed().is_some(), "nothing counts any more");
     let counted = node.artifact.have_count();
-    release.send(()).unwrap();
-    holder.join().unwrap();
-    let landed = async {
-        while node.store.as_ref().unwrap().waiting_writers() > 0 {
-            tokio::task::yield_now().await;
-        }
-    };
-    tokio::time::timeout(Duration::from_secs(60), landed)
-        .await
-        .expect("the write lands");
+    journal.release();
+    writers_wait(node.store.as_ref().unwrap(), false).await;
     assert_eq!(node.artifact.have_count(), counted);
     let again = tokio::task::spawn_blocking(move || {
         node.restart();
