@@ -201,7 +201,11 @@ pub(crate) fn resolve(op: &Op, state: &State, history: &[Command], now_ms: u64) 
         Op::Status { i, status, stale } => Command::SetNodeStatus {
             node: node(*i),
             incarnation: incarnation(*i),
-            seen_since_ms: state.node(&node(*i)).map_or(0, |n| n.since_ms) - u64::from(*stale),
+            // Another time than the true one, also where there is no such node.
+            seen_since_ms: state
+                .node(&node(*i))
+                .map_or(0, |n| n.since_ms)
+                .wrapping_sub(u64::from(*stale)),
             status: [NodeStatus::Up, NodeStatus::Suspected, NodeStatus::Down][*status as usize],
             reason: "silence".into(),
             now_ms,
