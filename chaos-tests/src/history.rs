@@ -238,6 +238,7 @@ impl JobSeen {
                 }
             })
             .collect();
+        rest.waiting_for = None; // of what other jobs do
         rest.progress.bytes_staged = 0;
         rest.progress.bytes_per_second = 0;
         for task in &mut rest.tasks {
@@ -493,6 +494,22 @@ mod tests {
         let mut other = dead.clone();
         other.last_error = Some("x".into());
         assert_ne!(JobSeen::of(&dead), JobSeen::of(&other));
+    }
+
+    /// Soak, seed 320000: the seed's other downloads came and went, and the job's version stayed.
+    #[test]
+    fn what_a_job_waits_for_changes_without_its_version() {
+        const MOST: usize = mooncake_proto::MAX_ACQUISITIONS;
+        let mut log = crate::checks::testing::Log::new(1);
+        let jobs: Vec<_> = (0..=MOST).map(|i| format!("job-{i}")).collect();
+        jobs.iter().for_each(|job| log.create(job, 0, &[0]));
+        let id = mooncake_proto::ids::JobId(jobs[MOST].clone());
+        let before = log.state.job_snapshot(&id, &()).unwrap();
+        jobs[..MOST].iter().for_each(|job| log.acquire(job));
+        let after = log.state.job_snapshot(&id, &()).unwrap();
+        assert_eq!((before.version, &before.waiting_for), (after.version, &None));
+        assert!(after.waiting_for.is_some());
+        assert_eq!(JobSeen::of(&before), JobSeen::of(&after));
     }
 
     #[test]

@@ -84,7 +84,7 @@ pub struct JobSnapshot {
     /// The RFC's tasks.
     pub tasks: Vec<TaskView>,
     /// Log index of the last recorded change of this job: pass it as `since` of a long poll. Live figures (byte
-    /// counts, rates, objects done, `running`) change without it.
+    /// counts, rates, objects done, `running`, `waiting_for`) change without it.
     pub version: u64,
 }
 
