@@ -350,6 +350,31 @@ async fn too_large_and_too_much_are_refused_before_the_log() {
     handle.propose(&register("a:1")).await.unwrap();
 }
 
+/// One that was added was not started with --bootstrap, and knows nobody to ask. (Soak, seed 310001: it waited for ever.)
+#[tokio::test(flavor = "multi_thread")]
+async fn a_wiped_master_that_waits_to_be_added_is_told_by_who_calls_it() {
+    let folder = tempfile::tempdir().unwrap();
+    let setup = Setup::new(folder.path(), 3);
+    let mut masters = setup.start_all().await;
+    let leader = serving(&masters).await;
+    let wiped = setup.members.keys().copied().find(|id| *id != leader).unwrap();
+    masters.get_mut(&wiped).unwrap().stop().await;
+    std::fs::remove_dir_all(folder.path().join(format!("m{wiped}"))).unwrap();
+
+    let mut options = setup.options(wiped);
+    options.bootstrap = false;
+    let mut back = setup.start_as(options).await;
+    let refused = tokio::time::timeout(PATIENCE, back.consensus.as_mut().unwrap().bootstrap_failed())
+        .await
+        .unwrap();
+    assert!(
+        matches!(&refused, BootstrapError::Wiped { id, known, found, .. } if *id == wiped && known != found),
+        "{refused:?}"
+    );
+    back.stop().await;
+    masters[&leader].handle.propose(&register("a:1")).await.unwrap();
+}
+
 #[tokio::test(flavor = "multi_thread")]
 async fn a_wiped_master_is_refused_under_its_old_id() {
     let folder = tempfile::tempdir().unwrap();

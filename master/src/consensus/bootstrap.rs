@@ -3,7 +3,8 @@
 //! Guaranteed: only masters started with `--bootstrap` on empty disks become a cluster, and only when all of
 //! `--initial-cluster` are there, name the same members, and are empty themselves. The master with the lowest
 //! id initialises; the others wait to be told. A disk that already belongs to a cluster is left as it is. A master
-//! whose disk is new while the others' cluster exists is refused: it would be a wiped one under its old id.
+//! whose disk is new while the others' cluster exists is refused: it would be a wiped one under its old id. So is one
+//! that waits to be added, once a member calls it by the disk that it had.
 //!
 //! Not guaranteed: that a wiped *single* master, or *all* masters wiped at once, are noticed: nobody is left to tell.
 
@@ -142,6 +143,35 @@ pub(crate) async fn run(
         // Wakes at once when the membership arrives, or asks again after a while.
         if let Ok(Err(_)) = tokio::time::timeout(RETRY, metrics.changed()).await {
             return Err(BootstrapError::Stopped);
+        }
+    }
+}
+
+/// Runs until this master, whose disk is empty, was added to a cluster.
+pub(crate) async fn wait_to_be_added(raft: &MasterRaft, shared: &Shared) -> Result<(), BootstrapError> {
+    let mut metrics = raft.metrics();
+    let mut taken_for = shared.taken_for.subscribe();
+    loop {
+        if metrics
+            .borrow_watched()
+            .membership_config
+            .nodes()
+            .next()
+            .is_some()
+        {
+            return Ok(());
+        }
+        if let Some(taken_for) = taken_for.borrow_and_update().clone() {
+            return Err(BootstrapError::Wiped {
+                id: shared.identity.node_id,
+                known: taken_for.disk_id,
+                found: shared.identity.disk_id.clone(),
+                by: taken_for.by,
+            });
+        }
+        tokio::select! {
+            changed = metrics.changed() => changed.map_err(|_| BootstrapError::Stopped)?,
+            _ = taken_for.changed() => {}
         }
     }
 }

@@ -419,6 +419,7 @@ async fn start_on_runtime(
         address: options.address.clone(),
         initial_cluster: options.initial_cluster.iter().map(list).collect(),
         bootstrapping: watch::Sender::new(options.bootstrap && pristine),
+        taken_for: watch::Sender::new(None),
         leader_heard: Mutex::default(),
         log_end: store.log_end(),
     });
@@ -487,7 +488,9 @@ async fn start_on_runtime(
                 "this data folder is empty: waiting to be added to a cluster (`mooncakectl cluster add`; to make a new one, start \
                  all masters with --bootstrap)"
             );
-            None
+            Some(tokio::spawn(async move {
+                bootstrap::wait_to_be_added(&raft, &shared).await
+            }))
         }
         (false, false) => None,
     };

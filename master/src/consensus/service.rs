@@ -38,10 +38,21 @@ pub(crate) struct Shared {
     pub(crate) initial_cluster: Vec<pb::Node>,
     /// Ready to be a member of a new cluster: started with `--bootstrap` on an empty disk.
     pub(crate) bootstrapping: watch::Sender<bool>,
+    /// Who called this master, while it knew no cluster yet, by another disk than it has.
+    pub(crate) taken_for: watch::Sender<Option<TakenFor>>,
     /// When the leader was last heard of. Held for one assignment.
     pub(crate) leader_heard: Mutex<Option<Instant>>,
     /// The end of this master's log.
     pub(crate) log_end: LogEnd,
+}
+
+/// A member's word that its cluster knows this master's id with a disk that is not the one here.
+#[derive(Debug, Clone, PartialEq, Eq)]
+pub(crate) struct TakenFor {
+    /// The disk that it knows.
+    pub(crate) disk_id: String,
+    /// Who says so.
+    pub(crate) by: u64,
 }
 
 impl Shared {
@@ -105,8 +116,14 @@ impl Service {
         let route = route.ok_or_else(|| Status::invalid_argument("the call has no route"))?;
         let metrics = self.raft.metrics();
         let membership = Arc::clone(&metrics.borrow_watched().membership_config);
-        judge(&self.shared.identity, peer, route, membership.membership())
-            .map_err(|message| self.refuse(message))
+        judge(&self.shared.identity, peer, route, membership.membership()).map_err(|refusal| {
+            if let Refusal::Wiped(_, taken_for) = &refusal
+                && membership.nodes().next().is_none()
+            {
+                self.shared.taken_for.send_replace(Some(taken_for.clone()));
+            }
+            self.refuse(refusal.into_message())
+        })
     }
 
     /// Asks at the addresses of members who answers there.
@@ -179,29 +196,46 @@ fn purpose_is_raft<T>(request: &Request<T>) -> Result<&PeerInfo, Status> {
     }
 }
 
+/// Why a call is refused.
+#[derive(Debug, PartialEq, Eq)]
+enum Refusal {
+    /// The caller is wrong.
+    Caller(String),
+    /// This master's disk is not the one that its cluster knows.
+    Wiped(String, TakenFor),
+}
+
+impl Refusal {
+    fn into_message(self) -> String {
+        match self {
+            Self::Caller(message) | Self::Wiped(message, _) => message,
+        }
+    }
+}
+
 /// Whether `peer` may make a call with `route` to the master with `identity`.
 fn judge(
     identity: &Identity,
     peer: &PeerInfo,
     route: &pb::Route,
     membership: &Membership,
-) -> Result<(), String> {
+) -> Result<(), Refusal> {
     if peer.node_id != route.from_id.to_string() || peer.instance_id != route.from_disk_id {
-        return Err(format!(
+        return Err(Refusal::Caller(format!(
             "the call says it is from master {} with disk {}, but the connection belongs to {} with disk {}",
             route.from_id, route.from_disk_id, peer.node_id, peer.instance_id
-        ));
+        )));
     }
     if route.to_id != identity.node_id {
-        return Err(format!(
+        return Err(Refusal::Caller(format!(
             "the call is meant for master {}, this is master {}: check the addresses of the masters",
             route.to_id, identity.node_id
-        ));
+        )));
     }
     let own = membership.get_node(&identity.node_id);
     if route.to_disk_id != identity.disk_id && own.is_some_and(|own| own.disk_id == identity.disk_id) {
         // This master is who its cluster takes it for: the caller has another cluster in mind.
-        return Err(format!(
+        return Err(Refusal::Caller(format!(
             "master {} (disk {}) knows this master, {}, by disk {}, but it has disk {}, and so its cluster knows it: master \
              {} belongs to an old life of this cluster, from before a restore or a recovery. Stop master {} and delete \
              its data folder; this one is well",
@@ -212,24 +246,29 @@ fn judge(
             identity.disk_id,
             route.from_id,
             route.from_id
-        ));
+        )));
     }
     if route.to_disk_id != identity.disk_id {
-        return Err(format!(
+        let message = format!(
             "the cluster knows master {} with disk {}, but its data folder now holds disk {}: a wiped or exchanged disk \
              has forgotten what the old one promised, so this master must come back as a new id (remove master {} from \
              the cluster, then start it with a new --node-id and an empty --data-dir), or with its old data folder",
             identity.node_id, route.to_disk_id, identity.disk_id, identity.node_id
-        ));
+        );
+        let taken_for = TakenFor {
+            disk_id: route.to_disk_id.clone(),
+            by: route.from_id,
+        };
+        return Err(Refusal::Wiped(message, taken_for));
     }
     if let Some(known) = membership.get_node(&route.from_id)
         && known.disk_id != route.from_disk_id
     {
-        return Err(format!(
+        return Err(Refusal::Caller(format!(
             "master {} calls with disk {}, but the cluster knows it with disk {}: a wiped or exchanged disk must come \
              back as a new id",
             route.from_id, route.from_disk_id, known.disk_id
-        ));
+        )));
     }
     Ok(())
 }
@@ -468,7 +507,7 @@ mod tests {
     fn only_known_disks_talk() {
         let members = membership();
         let judge = |peer: &PeerInfo, route: &pb::Route, members: &Membership| {
-            judge(&identity(), peer, route, members)
+            judge(&identity(), peer, route, members).map_err(Refusal::into_message)
         };
         let good = route(1, "disk-1", 2, "disk-2");
         assert_eq!(judge(&peer("1", "disk-1"), &good, &members), Ok(()));

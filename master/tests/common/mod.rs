@@ -198,10 +198,14 @@ impl Setup {
     }
 
     pub async fn start(&self, id: u64) -> Local {
-        let address: SocketAddr = self.members[&id].rpc.parse().unwrap();
+        self.start_as(self.options(id)).await
+    }
+
+    pub async fn start_as(&self, options: Options) -> Local {
+        let address: SocketAddr = options.address.rpc.parse().unwrap();
         let listener = TcpListener::bind(address).unwrap();
         exit::without_destructors();
-        let (consensus, sessions) = Consensus::start(self.options(id), listener).await.unwrap();
+        let (consensus, sessions) = Consensus::start(options, listener).await.unwrap();
         Local {
             handle: consensus.handle(),
             consensus: Some(consensus),

@@ -88,7 +88,10 @@ async fn short_bodies_are_asked_for_again_from_where_they_ended() -> Result<()> 
     let (requests, again) = (bed.source()?.requests(), bed.source()?.bytes_served_again());
     assert!(requests >= BYTES.div_ceil(BODY), "{requests} requests");
     // What a broken body had beyond its last whole block may come again; nothing else.
-    assert!(again < requests * BLOCK, "{again} bytes came again in {requests} requests");
+    assert!(
+        again < requests * BLOCK,
+        "{again} bytes came again in {requests} requests"
+    );
     fault.heal(&mut bed).await?;
     bed.finish();
     Ok(())
