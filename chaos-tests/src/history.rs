@@ -505,7 +505,9 @@ mod tests {
         jobs.iter().for_each(|job| log.create(job, 0, &[0]));
         let id = mooncake_proto::ids::JobId(jobs[MOST].clone());
         let before = log.state.job_snapshot(&id, &()).unwrap();
-        jobs[..MOST].iter().for_each(|job| log.acquire(job));
+        for job in &jobs[..MOST] {
+            log.acquire(job);
+        }
         let after = log.state.job_snapshot(&id, &()).unwrap();
         assert_eq!((before.version, &before.waiting_for), (after.version, &None));
         assert!(after.waiting_for.is_some());

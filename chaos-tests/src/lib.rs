@@ -7,7 +7,8 @@
 //! - [`source`]: an HTTP source that counts what it served and misbehaves on request.
 //! - [`failover`]: how long writes stop when the leader is lost, beside etcd.
 //! - [`distribution`]: what that costs a distribution; [`broadcast`]: how near one comes to the speed of the link.
-//! - [`loopback`]: what it costs a receiver in CPU.
+//! - [`loopback`]: what it costs a receiver in CPU; [`control_plane`]: what the masters can do apart from moving bytes.
+//! - [`session`]: a node's end of a session, without a node.
 //! - [`arguments`], [`report`]: what the benchmarks have in common.
 //! - [`workload`]: callers; [`history`]: what they saw; [`checks`]: what must hold of it; [`soak`]: all of it for hours.
 //! - [`model`]: model folders and the requests that distribute them.
@@ -18,6 +19,7 @@ pub mod arguments;
 pub mod broadcast;
 pub mod checks;
 pub mod cluster;
+pub mod control_plane;
 pub mod disk;
 pub mod distribution;
 pub mod failover;
@@ -27,6 +29,7 @@ pub mod model;
 pub mod nemesis;
 pub mod process;
 pub mod report;
+pub mod session;
 pub mod soak;
 pub mod source;
 pub mod testbed;

@@ -91,7 +91,7 @@ async fn measure(arguments: &Arguments) -> Result<Vec<String>> {
         .as_ref()
         .map(|path| File::create(path).with_context(|| format!("--samples {}", path.display())))
         .transpose()?;
-    failover::etcd_is_there(wants(Whom::Etcd) || wants(Whom::EtcdFast))?;
+    failover::etcd_is_there(wants(Whom::Etcd) || wants(Whom::EtcdFast), "--subjects mooncake")?;
     process::build_product()?;
 
     let planned = Fault::ALL.map(|fault| match fault {

@@ -1,6 +1,6 @@
 //! Debian's etcd under the same measurement, as the yardstick.
 
-use super::{Fault, Subject, cut_off, testbed};
+use super::{Asker, Fault, Subject, asker, cut_off, testbed};
 use crate::{
     process::Process,
     testbed::{Balancer, Testbed, master_host},
@@ -17,12 +17,12 @@ const MEMBERS: usize = 3;
 /// In the alphabet of base64, which is how the HTTP gateway takes keys and values.
 const KEY: &str = "bW9vbmNha2U=";
 
-/// Says how to get it where it is wanted and missing.
-pub fn etcd_is_there(wanted: bool) -> Result<()> {
+/// Says how to get it where it is wanted and missing, or which arguments do `without` it.
+pub fn etcd_is_there(wanted: bool, without: &str) -> Result<()> {
     ensure!(
         !wanted || Path::new(PROGRAM).exists(),
         "{PROGRAM} is missing: install Debian's etcd-server (scripts/setup.sh etcd-server), or measure without it \
-         (--subjects mooncake)"
+         ({without})"
     );
     Ok(())
 }
@@ -41,7 +41,7 @@ pub struct Etcd {
 impl Etcd {
     /// Starts it with these timers; `None`: its defaults (100 and 1000 ms).
     pub async fn start(timers_ms: Option<(u64, u64)>) -> Result<Self> {
-        etcd_is_there(true)?;
+        etcd_is_there(true, "see --help")?;
         let bed = testbed(MEMBERS, 0, None).await?;
         let address =
             |i: usize| -> Result<String> { Ok(bed.network.host(&master_host(i))?.address.to_string()) };
@@ -93,6 +93,22 @@ impl Etcd {
             name,
             value: "A".repeat(1368),
         })
+    }
+
+    /// Puts as [`Subject::write`] does.
+    pub fn putter(&self) -> Asker {
+        let body = json!({ "key": KEY, "value": self.value });
+        asker(self.post("put").json(&body))
+    }
+
+    /// Ranges over the key that is written.
+    pub fn reader(&self, stale: bool) -> Asker {
+        let body = json!({ "key": KEY, "serializable": stale });
+        asker(self.post("range").json(&body))
+    }
+
+    fn post(&self, what: &str) -> reqwest::RequestBuilder {
+        self.bed.cluster.http.post(format!("{}/v3/kv/{what}", self.url))
     }
 
     /// Removes it all.
@@ -161,12 +177,7 @@ impl Subject for Etcd {
 
     fn write(&self, _number: u64) -> BoxFuture<'static, Result<u64>> {
         let body = json!({ "key": KEY, "value": self.value });
-        let request = self
-            .bed
-            .cluster
-            .http
-            .post(format!("{}/v3/kv/put", self.url))
-            .json(&body);
+        let request = self.post("put").json(&body);
         async move {
             let answer = request.send().await?.error_for_status()?;
             let answer: Value = answer.json().await?;

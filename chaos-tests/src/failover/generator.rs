@@ -279,7 +279,8 @@ fn pin_to(wanted: &[usize]) -> Result<()> {
     Ok(())
 }
 
-fn allow_files(wanted: u64) -> Result<()> {
+/// Lets this process have so many files open.
+pub(crate) fn allow_files(wanted: u64) -> Result<()> {
     use rustix::process::{Resource, Rlimit, getrlimit, setrlimit};
     let limit = getrlimit(Resource::Nofile);
     if limit.current.is_none_or(|current| current >= wanted) {

@@ -95,6 +95,22 @@ async fn testbed(masters: usize, clients: usize, balancer: Option<BalancerKind>)
     }
 }
 
+/// The same request again and again, by anybody; anything but a 2xx is an error.
+pub type Asker = Box<dyn Fn(u64) -> BoxFuture<'static, Result<()>> + Send + Sync>;
+
+fn asker(request: reqwest::RequestBuilder) -> Asker {
+    Box::new(move |_| {
+        let request = request.try_clone();
+        Box::pin(async move {
+            let request = request.ok_or_else(|| anyhow::anyhow!("a body that cannot be sent twice"))?;
+            let answer = request.timeout(WRITE_TIMEOUT).send().await?.error_for_status()?;
+            // The whole answer, as a caller takes it, so that the connection can be used again.
+            answer.bytes().await?;
+            Ok(())
+        })
+    })
+}
+
 fn cut_off(network: &mut Network, host: &str) -> Result<()> {
     network.isolate(host).map(drop)
 }

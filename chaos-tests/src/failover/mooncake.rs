@@ -1,6 +1,6 @@
 //! Mooncake's masters under the measurement.
 
-use super::{Fault, Subject, cut_off, testbed};
+use super::{Asker, Fault, Subject, asker, cut_off, testbed};
 use crate::{
     model::Model,
     testbed::{BalancerKind, Testbed, master_host},
@@ -60,13 +60,41 @@ impl Mooncake {
     }
 
     /// Makes writes, apart from what happens to the masters meanwhile.
-    pub fn writer(&self) -> impl Fn(u64) -> Write + Send + 'static {
+    pub fn writer(&self) -> impl Fn(u64) -> Write + Send + Sync + 'static {
         self.writer_at(self.bed.url())
     }
 
-    fn writer_at(&self, endpoint: &str) -> impl Fn(u64) -> Write + Send + 'static {
+    fn writer_at(&self, endpoint: &str) -> impl Fn(u64) -> Write + Send + Sync + 'static {
         let prefix = format!("job-{}-", self.series);
         writer(self.bed.cluster.http.clone(), endpoint, self.body.clone(), prefix)
+    }
+
+    /// The job that write `number` of this series makes.
+    pub fn job_of(&self, number: u64) -> String {
+        format!("job-{}-{number}", self.series)
+    }
+
+    /// Makes writes through the load balancer, which have to be answered with 201.
+    pub fn created(&self) -> impl Fn(u64) -> BoxFuture<'static, Result<()>> + Send + Sync + 'static {
+        let write = self.writer();
+        move |number| {
+            let answer = write(number);
+            async move {
+                // The whole answer, so that the connection can be used again.
+                created(answer.await?)?.bytes().await?;
+                Ok(())
+            }
+            .boxed()
+        }
+    }
+
+    /// Reads this job's snapshot through the load balancer.
+    pub fn reader(&self, job: &str, stale: bool) -> Asker {
+        let consistency = if stale { "&consistency=stale" } else { "" };
+        let request = self
+            .http()
+            .get(format!("{}{JOBS}?job_id={job}{consistency}", self.bed.url()));
+        asker(request)
     }
 
     /// The body of every write, but for its job id.
@@ -201,7 +229,7 @@ pub(super) fn writer(
     endpoint: &str,
     template: Value,
     prefix: String,
-) -> impl Fn(u64) -> Write + Send + 'static {
+) -> impl Fn(u64) -> Write + Send + Sync + 'static {
     let url = format!("{endpoint}{JOBS}");
     move |number| {
         let mut body = template.clone();
