@@ -15,7 +15,7 @@ use parking_lot::Mutex;
 use serde_json::json;
 use std::{process::ExitCode, sync::Arc, time::Duration};
 
-/// What the issue allows.
+/// How much longer it may take with kills.
 const RATIO: f64 = 1.05;
 
 /// Distributes a model to nodes over shaped links, in turn without faults and with the leading master killed -9 (and

@@ -74,11 +74,11 @@ pub struct Phase {
 pub async fn run(plan: Plan, mut progress: impl FnMut(&str)) -> Result<Measured> {
     ensure!(plan.nodes > 0 && plan.chunks > 0, "nothing to simulate");
     crate::failover::generator::allow_files(plan.nodes as u64 + FILES)?;
-    let mut cluster = Cluster::start(ClusterOptions {
+    let mut cluster = Cluster::prepare(&ClusterOptions {
         clients: 0,
         ..Default::default()
-    })
-    .await?;
+    })?;
+    cluster.start_all().await?;
     let leader = cluster.leader().await?;
     let before = cluster.term().await?;
     let rpc = cluster.rpc_addresses[leader].clone();
@@ -92,7 +92,7 @@ pub async fn run(plan: Plan, mut progress: impl FnMut(&str)) -> Result<Measured>
     };
     progress("nodes register");
     let began = Instant::now();
-    let ids: Vec<String> = (0..plan.nodes).map(|i| format!("node-{i:04}")).collect();
+    let ids: Vec<String> = (0..plan.nodes).map(|i| format!("node-{i:04}:50052")).collect();
     let mut joining = stream::iter(ids.clone())
         .map(|id| {
             let rpc = rpc.clone();

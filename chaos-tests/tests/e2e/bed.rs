@@ -162,6 +162,16 @@ impl Bed {
         Ok(())
     }
 
+    /// No byte that came with an unbroken request was asked for again.
+    pub(crate) fn assert_no_request_twice(&self) {
+        for (path, mut ranges) in self.source.whole_requests() {
+            ranges.sort_unstable();
+            for pair in ranges.windows(2) {
+                assert!(pair[0].1 <= pair[1].0, "{path}: {pair:?}");
+            }
+        }
+    }
+
     /// A counter of client `client`.
     pub(crate) async fn metric(&self, client: usize, name: &str) -> Result<u64> {
         let url = format!("{}/metrics", self.cluster.client_endpoints[client]);
