@@ -15,6 +15,10 @@ use std::{
     time::{Duration, Instant},
 };
 
+/// Until a cluster takes its first write through its balancer.
+const GIVE_UP: Duration = Duration::from_secs(60);
+const POLL: Duration = Duration::from_millis(100);
+
 /// What is asked.
 #[derive(Clone, Copy, Debug, PartialEq, Eq, PartialOrd, Ord)]
 pub enum Kind {
@@ -82,8 +86,8 @@ pub async fn all(plan: Plan, mut progress: impl FnMut()) -> Result<Rates> {
     etcd.settled().await?;
     // What is read.
     mooncake.begin_series();
-    mooncake.write(0).await.context("the job that is read")?;
-    etcd.write(0).await.context("the key that is read")?;
+    written(&mooncake).await.context("the job that is read")?;
+    written(&etcd).await.context("the key that is read")?;
     let first = mooncake.job_of(0);
     let mut rates = Rates::new();
     for _ in 0..plan.rounds {
@@ -111,6 +115,16 @@ pub async fn all(plan: Plan, mut progress: impl FnMut()) -> Result<Rates> {
     mooncake.finish();
     etcd.finish();
     Ok(rates)
+}
+
+/// The balancer has to find its members first.
+async fn written(subject: &impl Subject) -> Result<()> {
+    let deadline = Instant::now() + GIVE_UP;
+    while let Err(error) = subject.write(0).await {
+        ensure!(Instant::now() < deadline, "not within {GIVE_UP:?}: {error:#}");
+        tokio::time::sleep(POLL).await;
+    }
+    Ok(())
 }
 
 async fn one(plan: Plan, asker: Asker, measured: &mut Measured) -> Result<()> {
