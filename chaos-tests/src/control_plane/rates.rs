@@ -93,14 +93,14 @@ pub async fn all(plan: Plan, mut progress: impl FnMut()) -> Result<Rates> {
     for _ in 0..plan.rounds {
         for kind in Kind::ALL {
             mooncake.begin_series();
-            let asker: Asker = match kind {
-                Kind::Create => Box::new(mooncake.created()),
+            let asker = match kind {
+                Kind::Create => mooncake.creator(),
                 Kind::Read => mooncake.reader(&first, false),
                 Kind::StaleRead => mooncake.reader(&first, true),
             };
             one(plan, asker, rates.entry((kind, mooncake.name())).or_default()).await?;
             progress();
-            let asker: Asker = match kind {
+            let asker = match kind {
                 Kind::Create => etcd.putter(),
                 Kind::Read => etcd.reader(false),
                 Kind::StaleRead => etcd.reader(true),

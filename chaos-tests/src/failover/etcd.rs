@@ -97,14 +97,17 @@ impl Etcd {
 
     /// Puts as [`Subject::write`] does.
     pub fn putter(&self) -> Asker {
-        let body = json!({ "key": KEY, "value": self.value });
-        asker(self.post("put").json(&body))
+        asker(self.put())
     }
 
     /// Ranges over the key that is written.
     pub fn reader(&self, stale: bool) -> Asker {
         let body = json!({ "key": KEY, "serializable": stale });
         asker(self.post("range").json(&body))
+    }
+
+    fn put(&self) -> reqwest::RequestBuilder {
+        self.post("put").json(&json!({ "key": KEY, "value": self.value }))
     }
 
     fn post(&self, what: &str) -> reqwest::RequestBuilder {
@@ -176,8 +179,7 @@ impl Subject for Etcd {
     }
 
     fn write(&self, _number: u64) -> BoxFuture<'static, Result<u64>> {
-        let body = json!({ "key": KEY, "value": self.value });
-        let request = self.post("put").json(&body);
+        let request = self.put();
         async move {
             let answer = request.send().await?.error_for_status()?;
             let answer: Value = answer.json().await?;

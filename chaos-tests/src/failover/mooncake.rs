@@ -75,9 +75,9 @@ impl Mooncake {
     }
 
     /// Makes writes through the load balancer, which have to be answered with 201.
-    pub fn created(&self) -> impl Fn(u64) -> BoxFuture<'static, Result<()>> + Send + Sync + 'static {
+    pub fn creator(&self) -> Asker {
         let write = self.writer();
-        move |number| {
+        Box::new(move |number| {
             let answer = write(number);
             async move {
                 // The whole answer, so that the connection can be used again.
@@ -85,7 +85,7 @@ impl Mooncake {
                 Ok(())
             }
             .boxed()
-        }
+        })
     }
 
     /// Reads this job's snapshot through the load balancer.
