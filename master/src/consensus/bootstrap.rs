@@ -12,7 +12,7 @@ use std::collections::BTreeMap;
 use std::time::Duration;
 
 use mooncake_proto::pb::raft as pb;
-use mooncake_raft_store::{Node, NodeId};
+use mooncake_raft_store::{Node, NodeId, StoredMembership};
 use openraft::async_runtime::watch::WatchReceiver as _;
 use openraft::errors::{InitializeError, RaftError};
 
@@ -90,6 +90,11 @@ enum Judgement {
     Ready(BTreeMap<NodeId, Node>),
 }
 
+/// Whether a master that began with an empty disk was told of its cluster since.
+pub(super) fn knows_a_cluster(membership: &StoredMembership) -> bool {
+    membership.nodes().next().is_some()
+}
+
 /// Runs until this master knows a membership.
 pub(crate) async fn run(
     raft: &MasterRaft,
@@ -102,13 +107,7 @@ pub(crate) async fn run(
     let mut metrics = raft.metrics();
     let mut reported: Option<tokio::time::Instant> = None;
     loop {
-        if metrics
-            .borrow_watched()
-            .membership_config
-            .nodes()
-            .next()
-            .is_some()
-        {
+        if knows_a_cluster(&metrics.borrow_watched().membership_config) {
             shared.bootstrapping.send_replace(false);
             tracing::info!("this master is a member of the cluster now");
             return Ok(());
@@ -152,13 +151,7 @@ pub(crate) async fn wait_to_be_added(raft: &MasterRaft, shared: &Shared) -> Resu
     let mut metrics = raft.metrics();
     let mut taken_for = shared.taken_for.subscribe();
     loop {
-        if metrics
-            .borrow_watched()
-            .membership_config
-            .nodes()
-            .next()
-            .is_some()
-        {
+        if knows_a_cluster(&metrics.borrow_watched().membership_config) {
             return Ok(());
         }
         if let Some(taken_for) = taken_for.borrow_and_update().clone() {

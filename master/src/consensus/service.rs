@@ -17,6 +17,7 @@ use parking_lot::Mutex;
 use tokio::sync::{Semaphore, watch};
 use tonic::{Request, Response, Status, Streaming};
 
+use super::bootstrap::knows_a_cluster;
 use super::early_election::Watchman;
 use super::peers::Peers;
 use super::{Identity, MasterRaft, StateReader, wire};
@@ -118,7 +119,7 @@ impl Service {
         let membership = Arc::clone(&metrics.borrow_watched().membership_config);
         judge(&self.shared.identity, peer, route, membership.membership()).map_err(|refusal| {
             if let Refusal::Wiped(_, taken_for) = &refusal
-                && membership.nodes().next().is_none()
+                && !knows_a_cluster(&membership)
             {
                 self.shared.taken_for.send_replace(Some(taken_for.clone()));
             }
