@@ -201,7 +201,7 @@ fn staged(snapshot: &Value) -> u64 {
 async fn sum(bed: &Testbed, name: &str) -> Result<u64> {
     let mut total = 0;
     for client in 0..bed.cluster.clients.len() {
-        total += bed.cluster.client_counter(client, name).await?;
+        total += bed.cluster.client_metric(client, name).await?;
     }
     Ok(total)
 }

@@ -59,6 +59,8 @@ pub struct Metrics {
     term: Gauge,
     applied_index: Gauge,
     last_log_index: Gauge,
+    snapshot_index: Gauge,
+    purged_index: Gauge,
     is_leader: Gauge,
     ready: Gauge,
     sessions: Gauge,
@@ -138,6 +140,16 @@ impl Metrics {
             last_log_index: metric!(
                 "master_raft_last_log_index",
                 "Last log index on disk",
+                Gauge::default()
+            ),
+            snapshot_index: metric!(
+                "master_raft_snapshot_index",
+                "Log index up to which the newest snapshot on disk covers",
+                Gauge::default()
+            ),
+            purged_index: metric!(
+                "master_raft_purged_index",
+                "Log index up to which the log is purged: who lacks an entry up to here is sent a snapshot",
                 Gauge::default()
             ),
             is_leader: metric!("master_is_leader", "1 on the leader", Gauge::default()),
@@ -262,6 +274,8 @@ impl Metrics {
         self.term.set(cluster.term as i64);
         self.applied_index.set(cluster.applied_index as i64);
         self.last_log_index.set(cluster.last_log_index as i64);
+        self.snapshot_index.set(cluster.snapshot_index as i64);
+        self.purged_index.set(cluster.purged_index as i64);
         self.is_leader
             .set(ctx.consensus.leadership().borrow().is_serving.into());
         self.ready.set(ctx.is_ready().into());

@@ -77,10 +77,10 @@ pub(super) async fn run(
     let traffic = since(&before, &bed.network.traffic()?);
     let mut read = Vec::new();
     for &client in watch.at.keys().filter(|client| **client != 0) {
-        read.push(bed.cluster.client_counter(client, READ).await?);
+        read.push(bed.cluster.client_metric(client, READ).await?);
     }
     let payload = Payload {
-        sent_bytes: bed.cluster.client_counter(0, SENT).await?,
+        sent_bytes: bed.cluster.client_metric(0, SENT).await?,
         received_bytes: read.into_iter().max().unwrap_or_default(),
     };
     let mut at = watch.since(began);

@@ -13,16 +13,25 @@ impl Cluster {
         crate::failover::term(&self.http.get(url).send().await?)
     }
 
-    /// A counter of one client, by its full name.
-    pub async fn client_counter(&self, client: usize, name: &str) -> Result<u64> {
-        let endpoint = &self.client_endpoints[client];
+    /// A counter or gauge of one client, by its full name with labels.
+    pub async fn client_metric(&self, client: usize, name: &str) -> Result<u64> {
+        self.metric(&self.client_endpoints[client], name).await
+    }
+
+    /// A counter or gauge of one master, by its full name with labels.
+    pub async fn master_metric(&self, master: usize, name: &str) -> Result<u64> {
+        self.metric(&self.endpoints[master], name).await
+    }
+
+    async fn metric(&self, endpoint: &str, name: &str) -> Result<u64> {
         let url = format!("{endpoint}/metrics");
         let text = self.http.get(url).send().await?.text().await?;
-        let line = text
+        let value = text
             .lines()
-            .find(|line| line.split(' ').next() == Some(name))
-            .with_context(|| format!("{endpoint} has no {name}"))?;
-        let value = line.rsplit(' ').next().context("no value")?;
+            .filter_map(|line| line.rsplit_once(' '))
+            .find(|(of, _)| *of == name)
+            .with_context(|| format!("{endpoint} has no {name} in\n{text}"))?
+            .1;
         Ok(value.parse::<f64>()? as u64)
     }
 

@@ -172,23 +172,13 @@ impl Bed {
         }
     }
 
-    /// A counter of client `client`.
-    pub(crate) async fn metric(&self, client: usize, name: &str) -> Result<u64> {
-        let url = format!("{}/metrics", self.cluster.client_endpoints[client]);
-        let text = self.cluster.http.get(url).send().await?.text().await?;
-        let line = text
-            .lines()
-            .find(|l| l.starts_with(name))
-            .with_context(|| format!("no {name} in\n{text}"))?;
-        Ok(line.rsplit(' ').next().context("value")?.parse::<f64>()? as u64)
-    }
-
     /// What all clients fetched although they had fetched it before.
     pub(crate) async fn refetched_bytes(&self) -> Result<u64> {
         let mut total = 0;
         for client in 0..self.cluster.clients.len() {
             total += self
-                .metric(client, "mooncake_client_refetched_bytes_total")
+                .cluster
+                .client_metric(client, "mooncake_client_refetched_bytes_total")
                 .await?;
         }
         Ok(total)

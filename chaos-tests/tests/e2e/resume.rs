@@ -22,9 +22,15 @@ async fn start(id: &str) -> Result<Bed> {
 /// recorded at the kill; the journal says how much that was.)
 async fn assert_resumed(bed: &Bed, recorded_blocks: usize) -> Result<()> {
     let had = recorded_blocks as u64 * BLOCK_BYTES;
-    let fetched = bed.metric(2, "mooncake_client_fetched_bytes_total").await?;
+    let fetched = bed
+        .cluster
+        .client_metric(2, "mooncake_client_fetched_bytes_total")
+        .await?;
     // Second copies, which the end of a transfer asks of several peers.
-    let duplicate = bed.metric(2, "mooncake_client_duplicate_bytes_total").await?;
+    let duplicate = bed
+        .cluster
+        .client_metric(2, "mooncake_client_duplicate_bytes_total")
+        .await?;
     assert!(
         fetched - duplicate <= SIZE - had,
         "had {had} of {SIZE} before the kill, fetched {fetched} after it, {duplicate} of them second copies"

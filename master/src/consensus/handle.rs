@@ -235,6 +235,8 @@ pub struct Cluster {
     pub applied_index: u64,
     /// What its newest snapshot covers.
     pub snapshot_index: u64,
+    /// Up to where its log is purged: a master that lacks an entry up to here is sent a snapshot.
+    pub purged_index: u64,
     /// Everyone, by id.
     pub members: Vec<Member>,
 }
@@ -447,6 +449,7 @@ impl Handle {
             committed_index: index(&metrics.cluster_committed),
             applied_index: self.applied().index(),
             snapshot_index: index(&metrics.snapshot),
+            purged_index: index(&metrics.purged),
             members,
         }
     }

@@ -311,6 +311,9 @@ async fn a_snapshot_over_a_slow_link_arrives_and_deposes_nobody() -> Result<()> 
     let fault = Nemesis::Kill(Who::Follower).inject(&mut bed).await?;
     let away = fault.victims[0];
     let leader = bed.cluster.leader().await?;
+    let known = view(&bed, leader).await?["applied_index"]
+        .as_u64()
+        .context("index")?;
     for n in 0..60 {
         assert_eq!(write(&bed, leader, &format!("small-{n}")).await?, 201);
     }
@@ -319,6 +322,21 @@ async fn a_snapshot_over_a_slow_link_arrives_and_deposes_nobody() -> Result<()> 
         let status = write_sized(&bed, leader, &format!("large-{n}"), 1000).await?;
         assert_eq!(status, 201);
     }
+    // A leader gives up what it was sending to a dead follower when its next attempt fails, and purges then: before
+    // that a follower that comes back is sent the log.
+    until("the leader's log is purged", async || {
+        let purged = bed.cluster.master_metric(leader, "master_raft_purged_index");
+        Ok(purged.await? > known)
+    })
+    .await?;
+    // Then nothing but the snapshot is under way: the orders of the large jobs would fill the link just as well.
+    until("the node has answered every order", async || {
+        let failed = bed
+            .cluster
+            .master_metric(leader, r#"mooncake_jobs{status="failed"}"#);
+        Ok(failed.await? == 68)
+    })
+    .await?;
     let slow = Nemesis::SlowLink(Who::All, RATE).inject(&mut bed).await?;
     fault.heal(&mut bed).await?;
     let began = Instant::now();
