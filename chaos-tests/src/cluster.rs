@@ -24,6 +24,8 @@ use tokio::sync::{Semaphore, SemaphorePermit};
 /// How long a cluster may take to form, or to have a leader again, on a busy 2-core machine.
 pub const READY_DEADLINE: Duration = Duration::from_secs(120);
 const POLL: Duration = Duration::from_millis(20);
+/// The master's program, in the target folder.
+pub const MASTER: &str = "mooncake_master";
 
 /// What to start.
 #[derive(Clone, Debug)]
@@ -39,8 +41,8 @@ pub struct ClusterOptions {
     pub raft_timers_ms: Option<[u64; 3]>,
     /// Further arguments of every master.
     pub master_args: Vec<String>,
-    /// Environment of master `i` at its first start.
-    pub master_env: Vec<Vec<(String, String)>>,
+    /// What master `i` runs, in the target folder, if not [`MASTER`].
+    pub master_programs: Vec<&'static str>,
     /// Further arguments of every client.
     pub client_args: Vec<String>,
     /// Content of the cluster secret file, if there is to be one.
@@ -59,7 +61,7 @@ impl Default for ClusterOptions {
             allow_sources: Vec::new(),
             raft_timers_ms: None,
             master_args: Vec::new(),
-            master_env: Vec::new(),
+            master_programs: Vec::new(),
             client_args: Vec::new(),
             secret: None,
             client_roots: Vec::new(),
@@ -248,15 +250,12 @@ impl Cluster {
                 );
             }
             args.extend(options.master_args.iter().cloned());
-            let mut process = Process::new(
+            let process = Process::new(
                 &dir,
                 &format!("master-{}", i + 1),
-                binary_path("mooncake_master")?,
+                binary_path(options.master_programs.get(i).unwrap_or(&MASTER))?,
                 args,
             );
-            for (name, value) in options.master_env.get(i).into_iter().flatten() {
-                process.set_env(name, value.clone());
-            }
             masters.push(process.in_namespace(seat.namespace.clone()));
         }
         let (mut clients, mut nodes) = (Vec::new(), Vec::new());

@@ -67,6 +67,11 @@ impl Process {
         self.env.push((name.to_owned(), value.into()));
     }
 
+    /// What it runs from its next start on, as in an upgrade.
+    pub fn set_program(&mut self, program: PathBuf) {
+        self.program = program;
+    }
+
     /// Its arguments, from its next start on.
     pub fn args_mut(&mut self) -> &mut Vec<String> {
         &mut self.args

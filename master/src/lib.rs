@@ -9,6 +9,7 @@ pub mod http;
 pub mod metrics;
 pub mod offline;
 pub mod plan;
+pub mod program;
 pub(crate) mod reconciler;
 pub mod server;
 pub mod session;

@@ -375,6 +375,36 @@ async fn a_wiped_master_that_waits_to_be_added_is_told_by_who_calls_it() {
     masters[&leader].handle.propose(&register("a:1")).await.unwrap();
 }
 
+/// As with the unit in deploy/: `bootstrap = true` stays in the configuration, and of those in `initial_cluster` none may
+/// be a member any more.
+#[tokio::test(flavor = "multi_thread")]
+async fn a_wiped_master_whose_first_peers_are_gone_is_told_by_who_leads() {
+    let folder = tempfile::tempdir().unwrap();
+    let setup = Setup::new(folder.path(), 3);
+    let mut masters = setup.start_all().await;
+    let leader = serving(&masters).await;
+    let wiped = setup.members.keys().copied().find(|id| *id != leader).unwrap();
+    masters.get_mut(&wiped).unwrap().stop().await;
+    std::fs::remove_dir_all(folder.path().join(format!("m{wiped}"))).unwrap();
+
+    let mut options = setup.options(wiped);
+    for (id, address) in &mut options.initial_cluster {
+        if *id != wiped {
+            // Nobody listens there.
+            address.rpc = "127.0.0.1:1".into();
+        }
+    }
+    let mut back = setup.start_as(options).await;
+    let refused = tokio::time::timeout(PATIENCE, back.consensus.as_mut().unwrap().bootstrap_failed())
+        .await
+        .unwrap();
+    assert!(
+        matches!(&refused, BootstrapError::Wiped { id, by, .. } if (*id, *by) == (wiped, leader)),
+        "{refused:?}"
+    );
+    back.stop().await;
+}
+
 #[tokio::test(flavor = "multi_thread")]
 async fn a_wiped_master_is_refused_under_its_old_id() {
     let folder = tempfile::tempdir().unwrap();

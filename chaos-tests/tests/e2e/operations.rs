@@ -3,7 +3,11 @@
 
 use crate::{JOB, bed::Bed};
 use anyhow::{Context, Result, ensure};
-use mooncake_chaos::{Cluster, ClusterOptions, cluster};
+use mooncake_chaos::{
+    Cluster, ClusterOptions,
+    cluster::{self, MASTER},
+    process::binary_path,
+};
 use serde_json::Value;
 use std::time::{Duration, Instant, SystemTime};
 
@@ -589,12 +593,16 @@ async fn after_the_loss_of_a_quorum_one_master_goes_on_and_the_old_ones_command_
 
 #[tokio::test]
 async fn the_cluster_version_rises_when_all_support_it_and_keeps_old_programs_out() -> Result<()> {
-    // What a debug build takes for the newest version that it supports.
-    let variable = "MOONCAKE_TEST_SUPPORTED_CLUSTER_VERSION";
-    let env = |version: &str| vec![(variable.to_owned(), version.to_owned())];
+    const NEW: &str = "examples/next_cluster_version";
+    let (old, new) = (binary_path(MASTER)?, binary_path(NEW)?);
+    ensure!(
+        new.exists(),
+        "{} is missing: build it with `cargo build --workspace --examples`",
+        new.display()
+    );
     let options = ClusterOptions {
         clients: 0,
-        master_env: vec![env("2"), env("2"), env("1")],
+        master_programs: vec![NEW, NEW, MASTER],
         ..ClusterOptions::default()
     };
     let mut cluster = Cluster::start(options).await?;
@@ -621,7 +629,7 @@ async fn the_cluster_version_rises_when_all_support_it_and_keeps_old_programs_ou
 
     // The last one is upgraded.
     cluster.masters[2].terminate(PATIENCE).await?;
-    cluster.masters[2].set_env(variable, "2");
+    cluster.masters[2].set_program(new);
     cluster.masters[2].start()?;
     cluster.wait_ready().await?;
     eventually("the version rises", async || {
@@ -631,7 +639,7 @@ async fn the_cluster_version_rises_when_all_support_it_and_keeps_old_programs_ou
 
     // And cannot be set back: neither from a snapshot nor from the log.
     cluster.masters[2].terminate(PATIENCE).await?;
-    cluster.masters[2].set_env(variable, "1");
+    cluster.masters[2].set_program(old.clone());
     cluster.masters[2].start()?;
     let ended = cluster.masters[2].wait_exit(PATIENCE).await?;
     assert_eq!(
@@ -647,7 +655,7 @@ async fn the_cluster_version_rises_when_all_support_it_and_keeps_old_programs_ou
     );
     // Nor does a new, old program get in.
     let four = cluster.add_master()?;
-    cluster.masters[four].set_env(variable, "1");
+    cluster.masters[four].set_program(old);
     cluster.masters[four].start()?;
     listens(&cluster, four).await?;
     let rpc = cluster.rpc_addresses[four].clone();

@@ -4,7 +4,7 @@
 //! `--initial-cluster` are there, name the same members, and are empty themselves. The master with the lowest
 //! id initialises; the others wait to be told. A disk that already belongs to a cluster is left as it is. A master
 //! whose disk is new while the others' cluster exists is refused: it would be a wiped one under its old id. So is one
-//! that waits to be added, once a member calls it by the disk that it had.
+//! that waits, to be added or for the others, once a leader calls it by the disk that it had.
 //!
 //! Not guaranteed: that a wiped *single* master, or *all* masters wiped at once, are noticed: nobody is left to tell.
 
@@ -18,7 +18,7 @@ use openraft::errors::{InitializeError, RaftError};
 
 use super::MasterRaft;
 use super::peers::{Lane, Peers, describe};
-use super::service::Shared;
+use super::service::{Shared, TakenFor};
 use crate::config::MemberAddress;
 
 /// How often the others are asked while they are not all there.
@@ -36,9 +36,10 @@ const REPORT_EVERY: Duration = Duration::from_secs(10);
 pub enum BootstrapError {
     /// The others' cluster knows this id with another disk.
     #[error(
-        "master {by} says that this cluster exists and that master {id} has disk {known}, but this data folder holds the new disk \
-         {found}. A wiped master must come back as a new id: remove master {id} from the cluster, and start this one \
-         with a new --node-id, or put its old data folder back"
+        "master {by} (disk {by_disk}) says that this cluster exists and that master {id} has disk {known}, but this data \
+         folder holds the new disk {found}. A wiped master must come back as a new id: remove master {id} from the cluster, \
+         and start this one with a new --node-id and an empty --data-dir, or put its old data folder back. (If master {by} \
+         is left over from before a restore or a recovery, stop that one instead and delete its data folder)"
     )]
     Wiped {
         /// This master.
@@ -49,6 +50,8 @@ pub enum BootstrapError {
         found: String,
         /// Who says so.
         by: NodeId,
+        /// By which disk.
+        by_disk: String,
     },
     /// The others' cluster does not know this id.
     #[error(
@@ -105,6 +108,7 @@ pub(crate) async fn run(
     let id = shared.identity.node_id;
     let lowest = members.keys().next().copied();
     let mut metrics = raft.metrics();
+    let mut taken_for = shared.taken_for.subscribe();
     let mut reported: Option<tokio::time::Instant> = None;
     loop {
         if knows_a_cluster(&metrics.borrow_watched().membership_config) {
@@ -112,6 +116,8 @@ pub(crate) async fn run(
             tracing::info!("this master is a member of the cluster now");
             return Ok(());
         }
+        // Where none of --initial-cluster is a member any more, nobody else tells.
+        wiped(shared, &mut taken_for)?;
         let others = members.iter().filter(|(other, _)| **other != id);
         let probes =
             futures_util::future::join_all(others.map(|(other, address)| async move {
@@ -154,18 +160,28 @@ pub(crate) async fn wait_to_be_added(raft: &MasterRaft, shared: &Shared) -> Resu
         if knows_a_cluster(&metrics.borrow_watched().membership_config) {
             return Ok(());
         }
-        if let Some(taken_for) = taken_for.borrow_and_update().clone() {
-            return Err(BootstrapError::Wiped {
-                id: shared.identity.node_id,
-                known: taken_for.disk_id,
-                found: shared.identity.disk_id.clone(),
-                by: taken_for.by,
-            });
-        }
+        wiped(shared, &mut taken_for)?;
         tokio::select! {
             changed = metrics.changed() => changed.map_err(|_| BootstrapError::Stopped)?,
             _ = taken_for.changed() => {}
         }
+    }
+}
+
+/// Fails if a leader called this master by a disk that it does not have.
+fn wiped(
+    shared: &Shared,
+    taken_for: &mut tokio::sync::watch::Receiver<Option<TakenFor>>,
+) -> Result<(), BootstrapError> {
+    match taken_for.borrow_and_update().clone() {
+        None => Ok(()),
+        Some(taken_for) => Err(BootstrapError::Wiped {
+            id: shared.identity.node_id,
+            known: taken_for.disk_id,
+            found: shared.identity.disk_id.clone(),
+            by: taken_for.by,
+            by_disk: taken_for.by_disk,
+        }),
     }
 }
 
@@ -234,6 +250,7 @@ fn judge(
                         known: known.disk_id.clone(),
                         found: me.disk_id.clone(),
                         by: *id,
+                        by_disk: answer.disk_id.clone(),
                     });
                 }
                 None => {

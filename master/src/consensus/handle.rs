@@ -14,6 +14,7 @@ use openraft::{Instant as _, ServerState};
 use parking_lot::{MappedRwLockReadGuard, RwLockReadGuard};
 use tokio::sync::{Semaphore, broadcast, oneshot, watch};
 
+use super::bootstrap::knows_a_cluster;
 use super::machine::{Change, decode_reply};
 use super::peers::Peers;
 use super::read_index::Reads;
@@ -376,7 +377,7 @@ impl Handle {
             let metrics = self.inner.raft.metrics();
             let metrics = metrics.borrow_watched();
             (
-                metrics.membership_config.nodes().next().is_some(),
+                knows_a_cluster(&metrics.membership_config),
                 metrics.state == ServerState::Leader,
                 metrics.cluster_committed.as_ref().map_or(0, |id| id.index()),
             )

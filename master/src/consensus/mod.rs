@@ -61,7 +61,7 @@ pub use membership::{ChangeError, Changed};
 pub use mooncake_raft_store::Identity;
 pub(crate) use removal::check_note as check_removal_note;
 pub use transfer::TransferError;
-pub(crate) use version::check as check_version;
+pub(crate) use version::{check as check_version, set_supported as set_supported_version};
 
 use crate::config::MemberAddress;
 use peers::Peers;

@@ -47,13 +47,15 @@ pub(crate) struct Shared {
     pub(crate) log_end: LogEnd,
 }
 
-/// A member's word that its cluster knows this master's id with a disk that is not the one here.
+/// A leader's word that its cluster knows this master's id with a disk that is not the one here.
 #[derive(Debug, Clone, PartialEq, Eq)]
 pub(crate) struct TakenFor {
     /// The disk that it knows.
     pub(crate) disk_id: String,
     /// Who says so.
     pub(crate) by: u64,
+    /// By which disk.
+    pub(crate) by_disk: String,
 }
 
 impl Shared {
@@ -112,13 +114,21 @@ impl Service {
         Status::failed_precondition(message)
     }
 
-    fn check<T>(&self, request: &Request<T>, route: Option<&pb::Route>) -> Result<(), Status> {
+    /// Whether the call may be made. One of a `leader` that knows this master by another disk says for certain that the
+    /// disk was wiped: a quorum elected who says so. Others may be left over from an older life of the cluster.
+    fn check<T>(
+        &self,
+        request: &Request<T>,
+        route: Option<&pb::Route>,
+        caller: Caller,
+    ) -> Result<(), Status> {
         let peer = purpose_is_raft(request)?;
         let route = route.ok_or_else(|| Status::invalid_argument("the call has no route"))?;
         let metrics = self.raft.metrics();
         let membership = Arc::clone(&metrics.borrow_watched().membership_config);
         judge(&self.shared.identity, peer, route, membership.membership()).map_err(|refusal| {
             if let Refusal::Wiped(_, taken_for) = &refusal
+                && caller == Caller::Leader
                 && !knows_a_cluster(&membership)
             {
                 self.shared.taken_for.send_replace(Some(taken_for.clone()));
@@ -197,6 +207,15 @@ fn purpose_is_raft<T>(request: &Request<T>) -> Result<&PeerInfo, Status> {
     }
 }
 
+/// What the kind of a call says about who makes it.
+#[derive(Clone, Copy, Debug, PartialEq, Eq)]
+enum Caller {
+    /// A quorum elected it.
+    Leader,
+    /// Anyone.
+    Any,
+}
+
 /// Why a call is refused.
 #[derive(Debug, PartialEq, Eq)]
 enum Refusal {
@@ -259,6 +278,7 @@ fn judge(
         let taken_for = TakenFor {
             disk_id: route.to_disk_id.clone(),
             by: route.from_id,
+            by_disk: route.from_disk_id.clone(),
         };
         return Err(Refusal::Wiped(message, taken_for));
     }
@@ -308,7 +328,7 @@ impl raft_server::Raft for Service {
         &self,
         request: Request<pb::AppendRequest>,
     ) -> Result<Response<pb::AppendResponse>, Status> {
-        self.check(&request, request.get_ref().route.as_ref())?;
+        self.check(&request, request.get_ref().route.as_ref(), Caller::Leader)?;
         let append = wire::append_from_pb(request.into_inner()).map_err(malformed)?;
         let response = self.raft.append_entries(append).await.map_err(raft_stopped)?;
         if !matches!(response, openraft::raft::AppendEntriesResponse::HigherVote(_)) {
@@ -318,7 +338,7 @@ impl raft_server::Raft for Service {
     }
 
     async fn vote(&self, request: Request<pb::VoteRequest>) -> Result<Response<pb::VoteResponse>, Status> {
-        self.check(&request, request.get_ref().route.as_ref())?;
+        self.check(&request, request.get_ref().route.as_ref(), Caller::Any)?;
         let vote = wire::vote_request_from_pb(request.get_ref()).map_err(malformed)?;
         let response = self.raft.vote(vote).await.map_err(raft_stopped)?;
         Ok(Response::new(wire::vote_response_to_pb(&response)))
@@ -328,7 +348,7 @@ impl raft_server::Raft for Service {
         &self,
         request: Request<pb::VoteRequest>,
     ) -> Result<Response<pb::VoteResponse>, Status> {
-        self.check(&request, request.get_ref().route.as_ref())?;
+        self.check(&request, request.get_ref().route.as_ref(), Caller::Any)?;
         let vote = wire::vote_request_from_pb(request.get_ref()).map_err(malformed)?;
         let response = self.raft.pre_vote(vote).await.map_err(raft_stopped)?;
         Ok(Response::new(wire::vote_response_to_pb(&response)))
@@ -353,6 +373,7 @@ impl raft_server::Raft for Service {
         self.check(
             &Request::from_parts(metadata, extensions, ()),
             header.route.as_ref(),
+            Caller::Leader,
         )?;
         let vote = wire::vote_from_pb(header.vote.as_ref()).map_err(malformed)?;
         // A deposed leader learns that before it sends gigabytes.
@@ -387,7 +408,7 @@ impl raft_server::Raft for Service {
         &self,
         request: Request<pb::TransferLeaderRequest>,
     ) -> Result<Response<pb::TransferLeaderResponse>, Status> {
-        self.check(&request, request.get_ref().route.as_ref())?;
+        self.check(&request, request.get_ref().route.as_ref(), Caller::Any)?;
         let transfer = wire::transfer_from_pb(request.get_ref()).map_err(malformed)?;
         let response = self
             .raft
@@ -401,7 +422,7 @@ impl raft_server::Raft for Service {
         &self,
         request: Request<pb::LeaderGoneRequest>,
     ) -> Result<Response<pb::LeaderGoneResponse>, Status> {
-        self.check(&request, request.get_ref().route.as_ref())?;
+        self.check(&request, request.get_ref().route.as_ref(), Caller::Any)?;
         let leader = wire::vote_from_pb(request.get_ref().leader.as_ref()).map_err(malformed)?;
         let seen = self.watchman.witness(&leader).await;
         Ok(Response::new(wire::leader_gone_to_pb(&seen)))
@@ -436,7 +457,7 @@ impl raft_server::Raft for Service {
             disk_id: identity.disk_id.clone(),
             cluster_id: identity.cluster_id.clone(),
             software: super::SOFTWARE.into(),
-            initialised: membership.nodes().next().is_some(),
+            initialised: knows_a_cluster(&metrics.membership_config),
             membership: Some(wire::membership_to_pb(membership)),
             initial_cluster: self.shared.initial_cluster.clone(),
             term: metrics.current_term,

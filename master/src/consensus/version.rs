@@ -1,27 +1,21 @@
 //! The newest cluster version that this program supports, and what others say of theirs.
 
+use std::sync::OnceLock;
+
 use mooncake_proto::pb::raft as pb;
 use mooncake_state::SUPPORTED_CLUSTER_VERSION;
 
-/// The newest cluster version that this program can run under.
-///
-/// A debug build takes another one from the environment, so that a test can run two "builds" side by side. In a
-/// release build this is a constant.
-#[cfg(debug_assertions)]
-pub(crate) fn supported() -> u32 {
-    static SUPPORTED: std::sync::OnceLock<u32> = std::sync::OnceLock::new();
-    *SUPPORTED.get_or_init(|| {
-        std::env::var("MOONCAKE_TEST_SUPPORTED_CLUSTER_VERSION")
-            .ok()
-            .and_then(|text| text.parse().ok())
-            .unwrap_or(SUPPORTED_CLUSTER_VERSION)
-    })
+/// What this build supports, if its `main` said so.
+static SUPPORTED: OnceLock<u32> = OnceLock::new();
+
+/// Says which newest cluster version this build can run under. Later words change nothing.
+pub(crate) fn set_supported(version: u32) {
+    let _ = SUPPORTED.set(version);
 }
 
 /// The newest cluster version that this program can run under.
-#[cfg(not(debug_assertions))]
-pub(crate) const fn supported() -> u32 {
-    SUPPORTED_CLUSTER_VERSION
+pub(crate) fn supported() -> u32 {
+    SUPPORTED.get().copied().unwrap_or(SUPPORTED_CLUSTER_VERSION)
 }
 
 /// What the master that answered supports. A program from before the field says nothing, which means 1.
