@@ -167,7 +167,7 @@ impl Cluster {
     }
 
     /// Waits until no other cluster of this program exists that was started with a turn.
-    pub(crate) async fn turn() -> Result<SemaphorePermit<'static>> {
+    pub async fn turn() -> Result<SemaphorePermit<'static>> {
         Ok(ONE_AT_A_TIME.acquire().await?)
     }
 

@@ -274,6 +274,13 @@ pub fn build_product() -> Result<()> {
         if folder.ends_with("release") {
             command.arg("--release");
         }
+        // What `cargo run` says of this package would make build scripts, and what depends on them, run again.
+        for (name, _) in std::env::vars_os() {
+            let name = name.to_string_lossy();
+            if name.starts_with("CARGO_PKG_") || name.starts_with("CARGO_MANIFEST_") {
+                command.env_remove(&*name);
+            }
+        }
         if let Some(target) = folder.parent() {
             command.arg("--target-dir").arg(target);
         }

@@ -101,7 +101,7 @@ async fn put_job(bed: &mut Bed, id: &str) -> Result<()> {
 fn one_client() -> ClusterOptions {
     ClusterOptions {
         clients: 1,
-        ..ClusterOptions::default()
+        ..ClusterOptions::calm()
     }
 }
 
@@ -260,7 +260,7 @@ async fn members_come_and_go() -> Result<()> {
 async fn leadership_goes_where_it_is_sent() -> Result<()> {
     let options = ClusterOptions {
         clients: 0,
-        ..ClusterOptions::default()
+        ..ClusterOptions::calm()
     };
     let mut cluster = Cluster::start(options).await?;
     let leader = cluster.leader().await?;

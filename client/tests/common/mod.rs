@@ -173,10 +173,19 @@ impl FakeMaster {
     }
 
     pub async fn start_on(address: SocketAddr, hello: Arc<HelloConfig>, heartbeat: Duration) -> Self {
-        let socket = tokio::net::TcpSocket::new_v4().unwrap();
-        socket.set_reuseaddr(true).unwrap();
-        socket.bind(address).unwrap();
-        let listener: TcpListener = socket.listen(64).unwrap();
+        // One that was dropped there a moment ago may not have ended yet.
+        let listener: TcpListener = within("the address", async {
+            loop {
+                let socket = tokio::net::TcpSocket::new_v4().unwrap();
+                socket.set_reuseaddr(true).unwrap();
+                socket.bind(address).unwrap();
+                match socket.listen(64) {
+                    Ok(listener) => return listener,
+                    Err(_) => tokio::time::sleep(Duration::from_millis(10)).await,
+                }
+            }
+        })
+        .await;
         let address = listener.local_addr().unwrap().to_string();
         let (sessions_tx, sessions) = mpsc::unbounded_channel();
         let (answer, stop) = (Arc::new(Mutex::new(Answer::Welcome)), CancellationToken::new());

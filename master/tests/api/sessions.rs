@@ -37,6 +37,7 @@ async fn a_second_live_client_under_a_taken_id_is_refused() -> Result<()> {
     // Once the first one is gone, another disk is a new incarnation.
     drop(again);
     drop(first);
+    cluster.node_status(0, NODE, "suspected").await?;
     let (opened, _stream) = open(rpc, NODE, register(NODE, "another store")).await?;
     let Opened::Welcome(welcome) = opened else {
         panic!("{opened:?}")

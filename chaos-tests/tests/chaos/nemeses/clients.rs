@@ -3,8 +3,16 @@
 use super::until;
 use crate::LONG;
 use anyhow::{Context, Result};
-use mooncake_chaos::{Model, Nemesis, Testbed, TestbedOptions, model::final_folders};
+use mooncake_chaos::{
+    Model, Nemesis, Testbed, TestbedOptions,
+    model::{final_folders, journaled_blocks},
+};
 use serde_json::Value;
+
+/// Where the source stops until a test lets it go on: whole blocks of a file of 16 MiB.
+const HELD: u64 = 12 << 20;
+/// Of the product.
+const BLOCK: u64 = 256 << 10;
 
 struct Transfer {
     bed: Testbed,
@@ -24,7 +32,8 @@ impl Transfer {
         .await?;
         let folder = tempfile::tempdir()?;
         let model = Model::create(folder.path(), id, &[("a.bin", 16 << 20)])?;
-        bed.serve(folder.path()).await?.limit_rate(Some(6 << 20));
+        // Whatever the machine does meanwhile, the transfer is in its middle until `finish`.
+        bed.serve(folder.path()).await?.hold_at(HELD);
         Ok(Self {
             bed,
             model,
@@ -57,7 +66,14 @@ impl Transfer {
         Ok(())
     }
 
+    /// Lets the source send the rest.
+    fn go_on(&self) -> Result<()> {
+        self.bed.source()?.release();
+        Ok(())
+    }
+
     async fn finish(mut self) -> Result<()> {
+        self.go_on()?;
         let done = self.bed.cluster.wait_ended(&self.model.id, LONG).await?;
         assert_eq!(done["status"], "completed", "{done:#}");
         for node in 0..2 {
@@ -111,6 +127,7 @@ async fn a_frozen_client_is_suspected_and_keeps_its_work() -> Result<()> {
         before["incarnation"],
         "the same life"
     );
+    t.go_on()?;
     let id = t.model.id.clone();
     t.bed.cluster.wait_ended(&id, LONG).await?;
     assert_eq!(t.attempt(1).await?, attempt, "the same attempt goes on");
@@ -123,7 +140,12 @@ async fn a_frozen_client_is_suspected_and_keeps_its_work() -> Result<()> {
 async fn a_bit_that_flips_on_the_disk_is_found() -> Result<()> {
     let mut t = Transfer::new("diskbit").await?;
     t.begin().await?;
-    t.arrived(8 << 20).await?;
+    // All of what the source gives is there, and known for good: the journal says so after a kill.
+    let root = t.bed.cluster.roots[1].clone();
+    until("the journal has what came", async || {
+        Ok(journaled_blocks(&root)?.len() as u64 == HELD / BLOCK)
+    })
+    .await?;
     let fault = Nemesis::CorruptStaging(1).inject(&mut t.bed).await?;
     fault.heal(&mut t.bed).await?;
     t.bed.cluster.clients[1]
@@ -144,6 +166,7 @@ async fn bits_that_flip_on_the_wire_are_found_and_cost_a_repeat() -> Result<()> 
     t.begin().await?;
     until("both bits have flipped", async || Ok(fault.flips() == 2)).await?;
     assert!(fault.wire_connections() > 0);
+    t.go_on()?;
     // Still through the wire, which flips no more.
     let id = t.model.id.clone();
     let done = t.bed.cluster.wait_ended(&id, LONG).await?;

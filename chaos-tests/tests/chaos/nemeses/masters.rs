@@ -1,6 +1,6 @@
 //! Masters that die, stand still, are restarted, lose the time of day.
 
-use super::{leader_among, masters_only, post_job, probe, term, view, whole, write};
+use super::{calm, leader_among, masters_only, post_job, probe, term, view, whole, write};
 use crate::LONG;
 use anyhow::{Context, Result};
 use mooncake_chaos::{Nemesis, Testbed, Who};
@@ -8,7 +8,7 @@ use serde_json::Value;
 
 #[tokio::test]
 async fn killing_leader_follower_majority_and_all() -> Result<()> {
-    let mut bed = masters_only(|_| ()).await?;
+    let mut bed = masters_only(calm).await?;
     let before = whole(&mut bed).await?;
 
     let fault = Nemesis::Kill(Who::Leader).inject(&mut bed).await?;
@@ -123,7 +123,11 @@ fn minutes(stamp: &str) -> Result<i64> {
 
 #[tokio::test]
 async fn a_wall_clock_that_jumps_is_seen_by_the_next_leader_only() -> Result<()> {
-    let mut bed = masters_only(|o| o.clocks = true).await?;
+    let mut bed = masters_only(|o| {
+        calm(o);
+        o.clocks = true;
+    })
+    .await?;
     let before = whole(&mut bed).await?;
     let leader = bed.cluster.leader().await?;
     assert_eq!(write(&bed, leader, "clock-0").await?, 201);
@@ -254,7 +258,7 @@ async fn callers_writes(
 
 #[tokio::test]
 async fn members_that_come_and_go_lose_nothing() -> Result<()> {
-    let mut bed = masters_only(|_| ()).await?;
+    let mut bed = masters_only(calm).await?;
     let before = whole(&mut bed).await?;
     let leader = bed.cluster.leader().await?;
     assert_eq!(write(&bed, leader, "three").await?, 201);

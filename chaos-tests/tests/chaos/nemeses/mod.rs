@@ -26,10 +26,24 @@ pub(crate) async fn masters_only(change: impl FnOnce(&mut TestbedOptions)) -> Re
     Testbed::start(options).await
 }
 
-/// What master `i` says of itself and the cluster; an error if it does not answer within a second.
+/// For tests that count elections and are about anything but time-outs: a machine that stands still starts none.
+pub(crate) fn calm(options: &mut TestbedOptions) {
+    options.master_args = [
+        "--heartbeat-ms=200",
+        "--election-min-ms=1500",
+        "--election-max-ms=3000",
+    ]
+    .map(str::to_owned)
+    .to_vec();
+}
+
+/// Longer than a few lost packets take on a link that is full.
+const VIEW: Duration = Duration::from_secs(10);
+
+/// What master `i` says of itself and the cluster; an error if it does not answer within [`VIEW`].
 pub(crate) async fn view(bed: &Testbed, i: usize) -> Result<Value> {
     let url = format!("{}/api/v1/cluster?digest=true", bed.cluster.endpoints[i]);
-    let request = bed.cluster.http.get(url).timeout(Duration::from_secs(1));
+    let request = bed.cluster.http.get(url).timeout(VIEW);
     Ok(request.send().await?.error_for_status()?.json().await?)
 }
 

@@ -108,7 +108,7 @@ async fn an_endless_body_is_cut_off() -> Result<()> {
 async fn an_object_that_changes_half_way_is_never_published() -> Result<()> {
     let (mut bed, folder) = bed().await?;
     let (request, model) = job(&bed, &folder, "changes", 1)?;
-    bed.source()?.limit_rate(Some(4 << 20));
+    bed.source()?.hold_at(BYTES / 2);
     assert_eq!(bed.cluster.post_job(&request).await?.0, 201);
     until("some of it came", async || {
         Ok(bed.source()?.bytes_served() > BYTES / 8)
@@ -121,6 +121,7 @@ async fn an_object_that_changes_half_way_is_never_published() -> Result<()> {
         .await?
         .heal(&mut bed)
         .await?;
+    bed.source()?.release();
     let ended = ends(&mut bed, "changes", "failed", &model).await?;
     let error = bed.cluster.placement(&ended, 0)["last_error"].to_string();
     assert!(error.contains("chang") || error.contains("checksum"), "{ended:#}");

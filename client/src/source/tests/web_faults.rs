@@ -228,7 +228,7 @@ async fn a_stalled_connection_is_given_up() {
         ..quick()
     };
     let (url, all) = (server.url("f"), server.url(""));
-    node.acquire_in(waits(Duration::from_secs(2)), &[&url], &[&all])
+    node.acquire_in(waits(Duration::from_secs(5)), &[&url], &[&all])
         .await
         .unwrap();
     assert_eq!((node.bytes(), node.counters.load().1), (data.clone(), 5));
