@@ -13,6 +13,7 @@ use mooncake_proto::{
 use parking_lot::Mutex;
 use serde::{Deserialize, Serialize};
 use std::{
+    collections::BTreeMap,
     fs::File,
     io::{BufRead, BufReader, Write},
     path::Path,
@@ -108,6 +109,9 @@ pub struct Answer {
     pub term: Option<u64>,
     /// The log index that the answer was read at.
     pub applied_index: Option<u64>,
+    /// What the job in the body waits for: of the whole state, not of the job alone.
+    #[serde(default)]
+    pub waiting_for: Option<String>,
     /// The body.
     pub body: Body,
 }
@@ -174,8 +178,25 @@ pub struct Event {
     pub name: String,
     /// Begun or healed.
     pub phase: Phase,
+    /// What it befalls.
+    #[serde(default)]
+    pub concerns: Vec<Concern>,
     /// For a person.
     pub detail: String,
+}
+
+/// What an [`Event`] befalls.
+#[derive(Clone, Debug, PartialEq, Eq, PartialOrd, Ord, Serialize, Deserialize)]
+#[serde(rename_all = "snake_case")]
+pub enum Concern {
+    /// The masters: a process, a disk, a clock, what is between them, or who is a member.
+    Masters,
+    /// The client with this node id: its process, or what it receives.
+    Node(String),
+    /// That client's disk is away: nothing on it can be read until it is healed.
+    Disk(String),
+    /// What anybody gets from the source.
+    Source,
 }
 
 /// Of an [`Event`].
@@ -186,6 +207,8 @@ pub enum Phase {
     Injected,
     /// It is over.
     Healed,
+    /// All masters were seen well afterwards.
+    Well,
 }
 
 /// A master as it told of itself, all of it at one moment.
@@ -214,6 +237,8 @@ pub struct FolderSeen {
     pub node: String,
     /// Where.
     pub path: String,
+    /// The attempt that staged it.
+    pub attempt: u64,
     /// What is wrong with it; none: every file is there, byte for byte, and nothing else.
     pub fault: Option<String>,
 }
@@ -238,7 +263,7 @@ impl JobSeen {
                 }
             })
             .collect();
-        rest.waiting_for = None; // of what other jobs do
+        rest.waiting_for = None; // of what other jobs do: see Answer::waiting_for
         rest.progress.bytes_staged = 0;
         rest.progress.bytes_per_second = 0;
         for task in &mut rest.tasks {
@@ -258,6 +283,11 @@ impl JobSeen {
             rest,
         }
     }
+}
+
+/// Of a job's snapshot.
+pub fn waiting_for(bytes: &[u8]) -> Option<String> {
+    serde_json::from_slice::<JobSnapshot>(bytes).ok()?.waiting_for
 }
 
 impl Body {
@@ -339,6 +369,22 @@ impl Op {
     }
 }
 
+/// Of one node's disk, by the events with [`Concern::Disk`].
+#[derive(Clone, Copy, Debug, Default, PartialEq, Eq)]
+pub struct DiskTrouble {
+    /// Times that it was taken away.
+    pub injected: u64,
+    /// Times that it was given back.
+    pub healed: u64,
+}
+
+impl DiskTrouble {
+    /// Whether it is away.
+    pub fn is_active(self) -> bool {
+        self.injected > self.healed
+    }
+}
+
 /// A history being written.
 pub struct History {
     began: Instant,
@@ -347,6 +393,7 @@ pub struct History {
 
 struct Inner {
     records: Vec<Record>,
+    disks: BTreeMap<String, DiskTrouble>,
     file: Option<File>,
     failed: Option<std::io::Error>,
 }
@@ -358,6 +405,7 @@ impl History {
             |path: &Path| File::create(path).with_context(|| format!("cannot create {}", path.display()));
         let inner = Inner {
             records: Vec::new(),
+            disks: BTreeMap::new(),
             file: file.map(open).transpose()?,
             failed: None,
         };
@@ -382,15 +430,33 @@ impl History {
         {
             inner.failed.get_or_insert(e);
         }
+        if let Record::Event(event) = &record {
+            for concern in &event.concerns {
+                if let Concern::Disk(node) = concern {
+                    let trouble = inner.disks.entry(node.clone()).or_default();
+                    match event.phase {
+                        Phase::Injected => trouble.injected += 1,
+                        Phase::Healed => trouble.healed += 1,
+                        Phase::Well => {}
+                    }
+                }
+            }
+        }
         inner.records.push(record);
     }
 
+    /// How often this node's disk was taken away and given back so far.
+    pub fn disk_trouble(&self, node: &str) -> DiskTrouble {
+        self.inner.lock().disks.get(node).copied().unwrap_or_default()
+    }
+
     /// Adds an event of now.
-    pub fn event(&self, name: &str, phase: Phase, detail: impl Into<String>) {
+    pub fn event(&self, name: &str, phase: Phase, concerns: Vec<Concern>, detail: impl Into<String>) {
         self.record(Record::Event(Event {
             at_us: self.now_us(),
             name: name.to_owned(),
             phase,
+            concerns,
             detail: detail.into(),
         }));
     }
@@ -441,7 +507,12 @@ mod tests {
         let dir = tempfile::tempdir().unwrap();
         let path = dir.path().join("history.jsonl");
         let history = History::new(Some(&path)).unwrap();
-        history.event("kill-leader", Phase::Injected, "master 1");
+        history.event(
+            "kill-leader",
+            Phase::Injected,
+            vec![Concern::Masters, Concern::Node("n".into())],
+            "master 1",
+        );
         history.record(Record::Op(Op {
             caller: 1,
             endpoint: "lb".into(),
@@ -457,6 +528,7 @@ mod tests {
                 served_by: Some(1),
                 term: Some(2),
                 applied_index: Some(9),
+                waiting_for: None,
                 body: Body::Problem(ProblemCode::JobNotFound),
             }),
         }));

@@ -247,6 +247,12 @@ impl HttpSource {
         self.shared.whole.lock().clone()
     }
 
+    /// Requests so far that are not (or not yet) among [`whole_requests`](Self::whole_requests).
+    pub fn broken_requests(&self) -> u64 {
+        let whole: usize = self.shared.whole.lock().values().map(Vec::len).sum();
+        self.requests().saturating_sub(whole as u64)
+    }
+
     /// Requests so far.
     pub fn requests(&self) -> u64 {
         *self.shared.requests.lock()
@@ -408,7 +414,8 @@ fn frames(
             if behaviour == Behaviour::Changed {
                 frame.iter_mut().for_each(|b| *b ^= 0x55);
             }
-            if at + len == end {
+            // An endless body has no last byte: whoever got it broke it off.
+            if at + len == end && behaviour != Behaviour::Endless {
                 shared
                     .whole
                     .lock()

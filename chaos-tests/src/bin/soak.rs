@@ -15,6 +15,9 @@ use tokio::signal::unix::{SignalKind, signal};
 
 /// Every so many seeds wall clocks jump too.
 const CLOCKS_EVERY: u64 = 3;
+/// Every so many seeds masters take snapshots and purge their logs, with the clocks of every third one of these jumping. In
+/// the other rounds the whole log is judged.
+const SNAPSHOTS_EVERY: u64 = 4;
 
 /// Runs a cluster under load and random faults, round after round, and checks everything. Needs root.
 #[derive(Parser)]
@@ -79,6 +82,7 @@ async fn run(args: &Args) -> Result<Report> {
             masters: args.masters,
             clients: args.clients as usize,
             clocks: seed.is_multiple_of(CLOCKS_EVERY),
+            snapshots: seed % SNAPSHOTS_EVERY == 1,
             converge_within: Duration::from_secs(args.converge_s),
             out: args.out.join(format!("seed-{seed}")),
             progress: |what| eprintln!("{what}"),

@@ -1,7 +1,8 @@
 //! Every answer of a master is what the committed log gives at the index that the answer names.
 //!
 //! Not judged: live figures (they are not in [`JobSeen`]); an answer whose index may be later than its reading, which are
-//! the problems of writes and long polls (of those only what later entries cannot change); answers without an index.
+//! the problems of writes and long polls (of those only what later entries cannot change); answers without an index;
+//! answers from before the log that could be read, where masters had purged it.
 
 use super::{Evidence, Findings, Replay};
 use crate::history::{Body, JobSeen, Kind, Op};
@@ -14,7 +15,9 @@ pub(super) fn check(evidence: &Evidence, findings: &mut Findings) {
         let (Some(_), Some(index)) = (answer.served_by, answer.applied_index) else {
             continue;
         };
-        if let Some(fault) = fault(replay, op, index, answer.status, &answer.body) {
+        let fault = fault(replay, op, index, answer.status, &answer.body);
+        let fault = fault.or_else(|| waits(replay, op.seen()?, index, answer.waiting_for.as_deref()));
+        if let Some(fault) = fault {
             findings.add(format!(
                 "{} at {} µs, index {index}, {:?}: {fault}",
                 op.endpoint, op.returned_us, op.kind
@@ -24,6 +27,9 @@ pub(super) fn check(evidence: &Evidence, findings: &mut Findings) {
 }
 
 fn fault(replay: &Replay, op: &Op, index: u64, status: u16, body: &Body) -> Option<String> {
+    if index < replay.first_index {
+        return None;
+    }
     if index > replay.last_index {
         return Some(format!(
             "the index is not in the committed log, which ends at {}",
@@ -64,6 +70,13 @@ fn fault(replay: &Replay, op: &Op, index: u64, status: u16, body: &Body) -> Opti
     }
 }
 
+/// What a job waits for is a function of the whole state: it changes with other jobs, without a new version.
+fn waits(replay: &Replay, seen: &JobSeen, index: u64, answered: Option<&str>) -> Option<String> {
+    let logged = replay.waits.get(&(index, seen.job.clone()))?;
+    (logged.as_deref() != answered)
+        .then(|| format!("by the log it waits for {logged:?}, answered was {answered:?}"))
+}
+
 fn difference(logged: &JobSeen, seen: &JobSeen) -> String {
     if (logged.status, logged.version, &logged.placements) == (seen.status, seen.version, &seen.placements) {
         return "they agree in version, status and placements and differ in another recorded field".into();
@@ -102,6 +115,7 @@ mod tests {
                 served_by: Some(1),
                 term: Some(1),
                 applied_index: Some(index),
+                waiting_for: None,
                 body,
             }),
         });
@@ -184,5 +198,37 @@ mod tests {
             Body::Problem(ProblemCode::JobTerminal),
         );
         assert_eq!(run.broken(NAME), 7);
+    }
+
+    /// What a job waits for changes with other jobs; it is compared at the index of the answer.
+    #[test]
+    fn what_a_job_waits_for_is_compared_too() {
+        const MOST: usize = mooncake_proto::MAX_ACQUISITIONS;
+        let mut log = Log::new(1);
+        let jobs: Vec<_> = (0..=MOST).map(|i| format!("job-{i}")).collect();
+        jobs.iter().for_each(|job| log.create(job, 0, &[0]));
+        let last = &jobs[MOST];
+        let id = mooncake_proto::ids::JobId(last.clone());
+        let snapshot = |log: &Log| log.state.job_snapshot(&id, &()).unwrap();
+        let (before, at_first) = (snapshot(&log), log.index());
+        for job in &jobs[..MOST] {
+            log.acquire(job);
+        }
+        let (after, at_last) = (snapshot(&log), log.index());
+        assert!(before.waiting_for.is_none() && after.waiting_for.is_some());
+        let mut run = Run::new();
+        for (index, waiting_for) in [
+            (at_first, &before.waiting_for),
+            (at_last, &after.waiting_for),
+            (at_first, &after.waiting_for),
+            (at_last, &before.waiting_for),
+        ] {
+            answer(&mut run, read(last), 200, index, Body::Job(JobSeen::of(&before)));
+            if let Some(Outcome::Answer(answer)) = run.evidence.ops.last_mut().map(|op| &mut op.outcome) {
+                answer.waiting_for.clone_from(waiting_for);
+            }
+        }
+        run.replay(log);
+        assert_eq!(run.broken(NAME), 2, "each of the two in the other one's place");
     }
 }

@@ -10,6 +10,7 @@ pub mod completed;
 pub mod convergence;
 pub mod digests;
 pub mod downloads;
+pub mod elections;
 pub mod idempotency;
 pub mod leaders;
 pub mod linear;
@@ -27,10 +28,11 @@ pub(crate) mod testing;
 pub use convergence::Convergence;
 pub use downloads::Served;
 pub use leaders::Elected;
-pub use replay::Replay;
+pub use replay::{Asked, Replay};
 
 use crate::history::{Event, FolderSeen, MasterSeen, Op, Record};
-use std::{collections::BTreeMap, fmt};
+use anyhow::Result;
+use std::{collections::BTreeMap, fmt, path::PathBuf};
 
 /// Violations of one invariant that are written out; the rest is counted.
 const MAX_SHOWN: usize = 20;
@@ -87,6 +89,11 @@ pub const INVARIANTS: &[Invariant] = &[
         check: leaders::check,
     },
     Invariant {
+        name: "elections",
+        reason: "a term rises only when something befell the masters: an election nobody needed is time without writes",
+        check: elections::check,
+    },
+    Invariant {
         name: "digests",
         reason: "all masters hold the same log and compute the same state from it: any of them may lead next",
         check: digests::check,
@@ -136,6 +143,8 @@ pub struct Evidence {
     pub folders: Vec<FolderSeen>,
     /// What masters logged of their elections.
     pub elected: Vec<Elected>,
+    /// Snapshots that masters were sent and took over.
+    pub installed: u64,
     /// What the source served.
     pub served: Vec<Served>,
     /// The committed log; none: it could not be had (then what depends on it is not judged).
@@ -164,6 +173,36 @@ impl Evidence {
         let answers = self.ops.iter().filter_map(|op| op.answer()?.applied_index);
         let masters = self.masters.iter().map(|m| m.applied_index);
         answers.chain(masters).max().unwrap_or(0)
+    }
+
+    /// What a replay has to say for checkers.
+    pub fn asks(&self) -> Asked {
+        let mut asked = Asked::default();
+        let digests = self.masters.iter().filter(|m| m.digest.is_some());
+        asked.digests = digests.map(|m| m.applied_index).collect();
+        for op in &self.ops {
+            if let (Some(seen), Some(index)) = (op.seen(), op.answer().and_then(|a| a.applied_index)) {
+                asked.waits.entry(index).or_default().insert(seen.job.clone());
+            }
+        }
+        asked
+    }
+
+    /// Reads the logs of masters that were stopped, each with its Raft id and data folder, and applies what was committed.
+    pub async fn replay(&mut self, disks: &[(u64, PathBuf)], cluster_id: &str) -> Result<()> {
+        let mut logs = Vec::new();
+        for (id, folder) in disks {
+            logs.push((*id, log::read(folder, cluster_id, *id).await?));
+        }
+        let (committed, asked) = (self.applied_index(), self.asks());
+        let replay = tokio::task::spawn_blocking(move || {
+            let merged = log::merge(logs, committed);
+            let mut replay = Replay::of(merged.base, &merged.entries, committed, &asked);
+            replay.log_conflicts = merged.conflicts;
+            replay
+        });
+        self.replay = Some(replay.await?);
+        Ok(())
     }
 
     /// Operations by the job they are about.

@@ -1,6 +1,6 @@
 //! Small histories and logs, made by hand, for the checkers' own tests.
 
-use super::{Evidence, Replay, check, log::LogEntry};
+use super::{Asked, Evidence, Replay, check, log::LogEntry};
 use crate::history::{Answer, Body, JobSeen, Kind, MasterSeen, Op, Outcome, PlacementSeen};
 use mooncake_proto::{
     api::{JobStatus, PlacementState, ProblemCode},
@@ -9,7 +9,6 @@ use mooncake_proto::{
     manifest::{Checksum, Manifest, ManifestFile, ObjectIds, Seal, Sources},
 };
 use mooncake_state::{BlobRef, Command, CreateJob, Failure, Fence, NodeAbout, Reply, ReportId, State};
-use std::collections::BTreeSet;
 
 const BLOCK: u32 = 256 << 10;
 const SIZE: u64 = 1 << 20;
@@ -84,6 +83,7 @@ impl Run {
                 served_by: Some(1),
                 term: Some(1),
                 applied_index: Some(index),
+                waiting_for: None,
                 body,
             }),
         });
@@ -165,8 +165,7 @@ impl Run {
 
     /// With this committed log; the digest is taken at every index that a master named.
     pub fn replay(&mut self, log: Log) {
-        let ask = self.evidence.masters.iter().map(|m| m.applied_index).collect();
-        self.evidence.replay = Some(log.replay(&ask));
+        self.evidence.replay = Some(log.replay(&self.evidence.asks()));
     }
 }
 
@@ -339,7 +338,7 @@ impl Log {
         })
     }
 
-    pub fn replay(&self, ask: &BTreeSet<u64>) -> Replay {
-        Replay::of(&self.entries, self.index(), ask)
+    pub fn replay(&self, asked: &Asked) -> Replay {
+        Replay::of(None, &self.entries, self.index(), asked)
     }
 }

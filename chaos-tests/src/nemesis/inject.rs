@@ -6,16 +6,21 @@ use crate::{
     disk::Disk,
     testbed::{Rule, Testbed, WireFault, client_host, master_host},
 };
-use anyhow::{Context, Result};
+use anyhow::{Context, Result, ensure};
 use std::{
     fs::{self, File},
     os::unix::fs::FileExt,
-    path::Path,
+    path::{Path, PathBuf},
+    time::{Duration, Instant},
 };
 
 /// Bytes of a connection that are spared before the first flipped bit and between two: more than the hello, less
 /// than a small block.
 const FLIP_EVERY_BYTES: u64 = 100_003;
+/// Between two looks for a file that is being received: a small one is there for some milliseconds.
+const STAGING_POLL: Duration = Duration::from_millis(2);
+/// What a master has applied.
+const APPLIED: &str = "master_raft_applied_index";
 
 impl Nemesis {
     /// Does it. A fault that could not be injected as a whole is an error; nothing is healed then.
@@ -87,6 +92,16 @@ impl Nemesis {
                     undo.push(Undo::Link(host));
                 }
             }
+            Self::SlowSnapshot { bits_per_second } => {
+                let i = victims[0];
+                let lacks_from = bed.cluster.master_metric(i, APPLIED).await?;
+                bed.cluster.masters[i].kill();
+                operate::wait_purged(bed, lacks_from).await?;
+                let host = master_host(i);
+                bed.network.shape(&host, Some(bits_per_second))?;
+                bed.cluster.masters[i].start()?;
+                undo.push(Undo::Link(host));
+            }
             Self::Delay(_, ms) => {
                 let masters = 0..bed.cluster.masters.len();
                 let ways = masters
@@ -152,7 +167,7 @@ impl Nemesis {
             Self::RollingRestart => {
                 for i in 0..bed.cluster.masters.len() {
                     let status = bed.cluster.masters[i].terminate(READY_DEADLINE).await?;
-                    anyhow::ensure!(status.success(), "master {} ended with {status}", i + 1);
+                    ensure!(status.success(), "master {} ended with {status}", i + 1);
                     bed.cluster.masters[i].start()?;
                     bed.cluster.wait_ready().await?;
                 }
@@ -175,8 +190,7 @@ impl Nemesis {
                 undo.push(Undo::RemoveFile(file));
             }
             Self::CorruptStaging(i) => {
-                bed.cluster.clients[i].kill();
-                flip_bit_in_staging(&bed.cluster.roots[i])?;
+                corrupt_staging(bed, i).await?;
                 undo.push(Undo::StartClient(i));
             }
             Self::CorruptWire { to, from, times } => {
@@ -212,12 +226,12 @@ impl Nemesis {
             | Self::Wipe(who)
             | Self::ClockJump(who, _) => who.find(bed).await,
             Self::DeafLeader | Self::MuteLeader => Who::Leader.find(bed).await,
+            Self::SlowSnapshot { .. } | Self::MembershipChurn => Who::Follower.find(bed).await,
             Self::Bridge | Self::RefuseLeader(_) => {
                 let mut ends = Who::Leader.find(bed).await?;
                 ends.extend(Who::Follower.find(bed).await?);
                 Ok(ends)
             }
-            Self::MembershipChurn => Who::Follower.find(bed).await,
             Self::RollingRestart | Self::TransferStorm { .. } => Who::All.find(bed).await,
             Self::Loss { .. } | Self::Source(_) => Ok(Vec::new()),
             Self::KillClient(i)
@@ -243,8 +257,32 @@ fn disk(disks: &[Disk], i: usize) -> Result<&Disk> {
 /// Where a client keeps the files of a copy that is not published yet: `<root>/.mooncake/staging/<key>/data`.
 const DATA: &str = "data";
 
+/// Kills a client in the middle of a download and damages what it has. One that has published in the last moment runs
+/// again, until its next download.
+async fn corrupt_staging(bed: &mut Testbed, client: usize) -> Result<()> {
+    let root = bed.cluster.roots[client].clone();
+    let until = Instant::now() + READY_DEADLINE;
+    loop {
+        while let Err(e) = staged_data(&root) {
+            ensure!(Instant::now() < until, "{e:#}");
+            tokio::time::sleep(STAGING_POLL).await;
+        }
+        bed.cluster.clients[client].kill();
+        if let Ok((path, at)) = staged_data(&root) {
+            return flip_bit(&path, at);
+        }
+        bed.cluster.clients[client].start()?;
+    }
+}
+
 /// Flips one bit in the first data of the largest file that a client has in staging. The client must not run.
 pub fn flip_bit_in_staging(root: &Path) -> Result<()> {
+    let (path, at) = staged_data(root)?;
+    flip_bit(&path, at)
+}
+
+/// The largest file that a client has in staging, and where its data begins.
+fn staged_data(root: &Path) -> Result<(PathBuf, u64)> {
     let staging = root.join(".mooncake");
     let largest = walkdir::WalkDir::new(&staging)
         .into_iter()
@@ -252,7 +290,7 @@ pub fn flip_bit_in_staging(root: &Path) -> Result<()> {
         .filter(|e| e.file_type().is_file() && e.path().components().any(|c| c.as_os_str() == DATA))
         .max_by_key(|e| e.metadata().map_or(0, |m| m.len()))
         .with_context(|| format!("nothing is staged below {}", staging.display()))?;
-    let file = File::options().read(true).write(true).open(largest.path())?;
+    let file = File::open(largest.path())?;
     // Written from the front: the first byte that is not zero is data.
     let mut byte = [0];
     let len = file.metadata()?.len();
@@ -260,6 +298,13 @@ pub fn flip_bit_in_staging(root: &Path) -> Result<()> {
         .step_by(4096)
         .find(|&at| file.read_exact_at(&mut byte, at).is_ok() && byte[0] != 0)
         .with_context(|| format!("{} has no data yet", largest.path().display()))?;
+    Ok((largest.into_path(), at))
+}
+
+fn flip_bit(path: &Path, at: u64) -> Result<()> {
+    let file = File::options().read(true).write(true).open(path)?;
+    let mut byte = [0];
+    file.read_exact_at(&mut byte, at)?;
     byte[0] ^= 1;
     file.write_all_at(&byte, at)?;
     file.sync_all()?;

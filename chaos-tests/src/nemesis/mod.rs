@@ -12,6 +12,7 @@ mod operate;
 pub use inject::flip_bit_in_staging;
 
 use crate::{
+    history::Concern,
     process::Process,
     source::Behaviour,
     testbed::{Testbed, Wire},
@@ -90,6 +91,13 @@ pub enum Nemesis {
     },
     /// These masters' links get this slow, both ways.
     SlowLink(Who, u64),
+    /// A follower is killed, and comes back on a link of so many bits per second once the others no longer have the log
+    /// that it lacks: it is sent a snapshot. Healed by the link's own rate. Needs writes, a small `--snapshot-every` and
+    /// `--snapshot-keep`.
+    SlowSnapshot {
+        /// Of the follower's link, both ways.
+        bits_per_second: u64,
+    },
     /// Everything between these masters and their peers' RPC ports takes so much longer, each way.
     Delay(Who, u64),
     /// The disks lose what was not synced, the processes end; healed by mount and start. Needs disks.
@@ -122,6 +130,7 @@ pub enum Nemesis {
     /// As [`Nemesis::DiskFull`], while the client runs.
     ClientDiskFull(usize),
     /// A client is killed and a bit of the largest file that it has not published yet is flipped; healed by a start.
+    /// Waits until there is such a file.
     CorruptStaging(usize),
     /// Flips bits in what the first of two clients receives from the other one's data port.
     CorruptWire {
@@ -148,6 +157,7 @@ impl Nemesis {
             Self::Bridge => "bridge".into(),
             Self::Loss { .. } => "loss".into(),
             Self::SlowLink(who, _) => format!("slow-link-{}", who.name()),
+            Self::SlowSnapshot { .. } => "slow-snapshot".into(),
             Self::Delay(who, _) => format!("delay-{}", who.name()),
             Self::PowerLoss(who) => format!("power-loss-{}", who.name()),
             Self::DiskFull(who) => format!("disk-full-{}", who.name()),
@@ -168,6 +178,42 @@ impl Nemesis {
             Self::CorruptStaging(_) => "corrupt-staging".into(),
             Self::CorruptWire { .. } => "corrupt-wire".into(),
             Self::Source(behaviour) => format!("source-{}", behaviour.name()),
+        }
+    }
+
+    /// What it befalls, `nodes` being the clients by index: what checkers may excuse, and no more.
+    pub fn concerns(&self, nodes: &[String]) -> Vec<Concern> {
+        let node = |i: &usize| nodes.get(*i).cloned().unwrap_or_default();
+        match self {
+            Self::Kill(_)
+            | Self::Freeze(_)
+            | Self::Isolate(_)
+            | Self::DeafLeader
+            | Self::MuteLeader
+            | Self::Bridge
+            | Self::SlowLink(..)
+            | Self::SlowSnapshot { .. }
+            | Self::Delay(..)
+            | Self::PowerLoss(_)
+            | Self::DiskFull(_)
+            | Self::Wipe(_)
+            | Self::RefuseLeader(_)
+            | Self::TransferStorm { .. }
+            | Self::MembershipChurn
+            | Self::ClockJump(..)
+            | Self::RollingRestart => vec![Concern::Masters],
+            // Every host of the testbed, and what comes from the source is lost on the way like anything else.
+            Self::Loss { .. } => {
+                let nodes = nodes.iter().cloned().map(Concern::Node);
+                nodes.chain([Concern::Masters, Concern::Source]).collect()
+            }
+            Self::ClientPowerLoss(i) => vec![Concern::Node(node(i)), Concern::Disk(node(i))],
+            Self::KillClient(i)
+            | Self::FreezeClient(i)
+            | Self::ClientDiskFull(i)
+            | Self::CorruptStaging(i)
+            | Self::CorruptWire { to: i, .. } => vec![Concern::Node(node(i))],
+            Self::Source(_) => vec![Concern::Source],
         }
     }
 }

@@ -3,10 +3,17 @@
 use crate::{cluster::READY_DEADLINE, testbed::Testbed};
 use anyhow::{Context, Result, ensure};
 use serde_json::json;
-use std::time::Instant;
+use std::time::{Duration, Instant};
 
 /// Exit code of a master for "starting again changes nothing, a person has to act".
 const NEEDS_A_PERSON: i32 = 3;
+/// What a master says at its end whose disk is not the one that its cluster knows (`BootstrapError::Wiped`).
+const WIPED: &str = "must come back as a new id";
+/// What one says that was taken out of its cluster (`consensus/removal.rs`).
+const REMOVED: &str = "was removed from the cluster";
+/// What a master's log begins behind.
+const PURGED: &str = "master_raft_purged_index";
+const POLL: Duration = Duration::from_millis(20);
 
 /// Hands leadership to the next master, and again. What is refused (there is no leader at this moment) is tried again.
 pub(super) async fn transfer_storm(bed: &mut Testbed, times: u32) -> Result<()> {
@@ -38,7 +45,7 @@ pub(super) async fn transfer_storm(bed: &mut Testbed, times: u32) -> Result<()> 
 pub(super) async fn replace_wiped(bed: &mut Testbed, master: usize) -> Result<()> {
     let cluster = &mut bed.cluster;
     cluster.masters[master].start()?;
-    wait_dismissed(bed, master).await?;
+    wait_dismissed(bed, master, WIPED).await?;
     let old = bed.cluster.renew_master(master)?;
     join(bed, master, &["replace", &old.to_string()], &[]).await
 }
@@ -49,7 +56,7 @@ pub(super) async fn churn(bed: &mut Testbed, follower: usize) -> Result<usize> {
     join(bed, fourth, &["add"], &["--promote"]).await?;
     let id = bed.cluster.ids[follower].to_string();
     bed.cluster.operate(&["cluster", "remove", &id]).await?;
-    wait_dismissed(bed, follower).await?;
+    wait_dismissed(bed, follower, REMOVED).await?;
     Ok(fourth)
 }
 
@@ -59,7 +66,7 @@ pub(super) async fn end_churn(bed: &mut Testbed, follower: usize) -> Result<()> 
     let id = bed.cluster.ids[fourth].to_string();
     bed.cluster.renew_master(follower)?;
     join(bed, follower, &["replace", &id], &[]).await?;
-    wait_dismissed(bed, fourth).await?;
+    wait_dismissed(bed, fourth, REMOVED).await?;
     bed.cluster.retire_last_master()
 }
 
@@ -84,14 +91,55 @@ async fn join(bed: &mut Testbed, master: usize, before: &[&str], after: &[&str])
     Ok(())
 }
 
-/// Waits until a master ends because it is no member (any more), and says that a person has to act.
-async fn wait_dismissed(bed: &mut Testbed, master: usize) -> Result<()> {
+/// Waits until the leader's log begins behind `index`.
+pub(super) async fn wait_purged(bed: &mut Testbed, index: u64) -> Result<()> {
+    let until = Instant::now() + READY_DEADLINE;
+    loop {
+        let leader = bed.cluster.leader().await?;
+        let purged = bed.cluster.master_metric(leader, PURGED).await;
+        // It may be a master that led until now.
+        if purged.as_ref().is_ok_and(|&purged| purged > index) {
+            return Ok(());
+        }
+        ensure!(
+            Instant::now() < until,
+            "the log is purged up to {purged:?}, not behind {index}: are there writes, and is --snapshot-every small?"
+        );
+        tokio::time::sleep(POLL).await;
+    }
+}
+
+/// Waits until a master ends because it is no member (any more), for this reason, and says that a person has to act.
+async fn wait_dismissed(bed: &mut Testbed, master: usize, reason: &str) -> Result<()> {
     let process = &mut bed.cluster.masters[master];
     let status = process.wait_exit(READY_DEADLINE).await?;
     ensure!(
-        status.code() == Some(NEEDS_A_PERSON),
-        "it ended with {status}\n{}",
+        dismissed(status.code(), &process.log(), reason),
+        "it ended with {status}, not because it {reason}\n{}",
         process.log_tail()
     );
     Ok(())
+}
+
+/// By its exit code, and by what it logged of the reason.
+fn dismissed(code: Option<i32>, log: &str, reason: &str) -> bool {
+    code == Some(NEEDS_A_PERSON) && log.contains(reason)
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+
+    #[test]
+    fn a_master_that_ends_for_another_reason_is_not_dismissed() {
+        let log = "ERROR A wiped master must come back as a new id: remove master 2";
+        assert!(dismissed(Some(3), log, WIPED));
+        assert!(!dismissed(Some(3), log, REMOVED));
+        assert!(!dismissed(
+            Some(3),
+            "ERROR --data-dir is of another cluster",
+            WIPED
+        ));
+        assert!(!dismissed(Some(1), log, WIPED) && !dismissed(None, log, WIPED));
+    }
 }

@@ -8,6 +8,6 @@ mod report;
 mod round;
 mod schedule;
 
-pub use report::{NemesisReport, Report, RoundReport};
+pub use report::{NemesisReport, Report, RoundReport, SnapshotReport};
 pub use round::{RoundOptions, round};
 pub use schedule::{Means, Step, steps};

@@ -40,12 +40,25 @@ pub struct RoundReport {
     pub folders: u64,
     /// Elections that masters logged.
     pub elections: u64,
+    /// Of a round whose masters purge their logs.
+    pub snapshots: Option<SnapshotReport>,
     /// Commands in the log.
     pub commands: BTreeMap<&'static str, u64>,
     /// Reports of attempts that were over.
     pub stale_reports: u64,
     /// How soon all was well, after each healing and at the end.
     pub convergence: Vec<Convergence>,
+}
+
+/// What came of purged logs.
+#[derive(Clone, Debug, Serialize)]
+pub struct SnapshotReport {
+    /// Snapshots that masters were sent and took over.
+    pub installed: u64,
+    /// The replay began at the state of this log index.
+    pub replayed_from: u64,
+    /// And ended here.
+    pub replayed_to: u64,
 }
 
 /// One kind of fault.
@@ -74,6 +87,7 @@ pub(super) fn summarise(
     evidence: &Evidence,
     violations: Vec<Violation>,
     duplicate_bytes: u64,
+    snapshots: bool,
 ) -> RoundReport {
     let writes = || {
         evidence
@@ -95,6 +109,11 @@ pub(super) fn summarise(
         duplicate_bytes,
         folders: evidence.folders.len() as u64,
         elections: evidence.elected.len() as u64,
+        snapshots: snapshots.then(|| SnapshotReport {
+            installed: evidence.installed,
+            replayed_from: replay.map_or(0, |r| r.first_index),
+            replayed_to: replay.map_or(0, |r| r.last_index),
+        }),
         commands: replay.map(|r| r.commands.clone()).unwrap_or_default(),
         stale_reports: replay.map_or(0, |r| r.stale_reports),
         convergence: evidence.convergence.clone(),
@@ -191,6 +210,15 @@ impl Report {
             ("unknown outcomes", self.sum(|r| r.unknown_outcomes).to_string()),
             ("longest time without a write", format!("{longest} ms")),
             ("slowest convergence after healing", format!("{slowest} ms")),
+            (
+                "rounds with snapshots and purged logs",
+                self.sum(|r| r.snapshots.is_some().into()).to_string(),
+            ),
+            (
+                "snapshots installed",
+                self.sum(|r| r.snapshots.as_ref().map_or(0, |s| s.installed))
+                    .to_string(),
+            ),
             ("elections", self.sum(|r| r.elections).to_string()),
             (
                 "stale reports fenced off",
@@ -299,6 +327,7 @@ mod tests {
             at_us: 300_000,
             name: "kill-leader".into(),
             phase: Phase::Injected,
+            concerns: vec![],
             detail: String::new(),
         });
         run.evidence
@@ -306,7 +335,7 @@ mod tests {
 
     #[test]
     fn the_next_write_is_one_that_was_sent_after_the_fault() {
-        let report = summarise(1, &evidence(), vec![], 0);
+        let report = summarise(1, &evidence(), vec![], 0, false);
         assert_eq!(report.nemeses["kill-leader"].next_write_ms, [610]);
         assert_eq!(report.longest_gap_ms, 510);
         assert_eq!((report.acknowledged_writes, report.unknown_outcomes), (6, 0));
@@ -316,13 +345,30 @@ mod tests {
     fn a_soak_is_good_only_if_it_ran_and_nothing_broke() {
         assert!(!Report::default().is_good());
         let mut report = Report {
-            rounds: vec![summarise(1, &evidence(), vec![], 0)],
+            rounds: vec![
+                summarise(1, &evidence(), vec![], 0, false),
+                summarise(
+                    2,
+                    &Evidence {
+                        installed: 3,
+                        ..Evidence::default()
+                    },
+                    vec![],
+                    0,
+                    true,
+                ),
+            ],
             ..Report::default()
         };
         assert!(report.is_good());
         let text = report.markdown();
         assert!(text.contains("| kill-leader | 1 | 610 | 610 | 610 |"), "{text}");
         assert!(text.contains("| 500–1000 ms | 1 |"), "{text}");
+        assert!(
+            text.contains("| rounds with snapshots and purged logs | 1 |"),
+            "{text}"
+        );
+        assert!(text.contains("| snapshots installed | 3 |"), "{text}");
         report.errors.push((2, "the disk is full".into()));
         assert!(!report.is_good() && report.markdown().contains("the disk is full"));
     }

@@ -5,9 +5,10 @@ use super::{
     schedule::{self, Means, Step},
 };
 use crate::{
-    checks::{self, Convergence, Elected, Evidence, Replay, Served, downloads::most_covered, log},
+    checks::{self, Convergence, Elected, Evidence, Served, downloads::most_covered, log},
     history::{History, Phase},
     nemesis::{Injected, Nemesis},
+    process::Process,
     testbed::{BalancerKind, Testbed, TestbedOptions},
     workload::{
         self, Auditor, Caller, Endpoint, Known, LAST_READER, Library, Observer, Scene, Workload,
@@ -18,7 +19,7 @@ use anyhow::{Context, Result, anyhow, ensure};
 use mooncake_proto::DEFAULT_CLUSTER_ID;
 use serde_json::json;
 use std::{
-    collections::BTreeMap,
+    collections::{BTreeMap, BTreeSet},
     fs,
     path::PathBuf,
     sync::Arc,
@@ -27,6 +28,11 @@ use std::{
 
 /// Models of one round: more than callers ask for, so that there is always one that nobody has.
 const MODELS: usize = 120;
+/// What the source gives: a model takes a second, so that faults meet downloads under way, and all of a round's models
+/// well below its length.
+const SOURCE_BYTES_PER_SECOND: u64 = 2 << 20;
+/// What a master logs that got a snapshot from the leader (`master/src/consensus/service.rs`).
+const INSTALLED: &str = "installed the received snapshot";
 /// Disk of a master: all of its log of a round, several times over.
 const MASTER_DISK_BYTES: u64 = 1 << 30;
 /// Disk of a client: all models of a round.
@@ -50,6 +56,8 @@ pub struct RoundOptions {
     pub clients: usize,
     /// Wall clocks jump too.
     pub clocks: bool,
+    /// Masters take snapshots and purge their logs. The committed log is then judged from where it can be read on.
+    pub snapshots: bool,
     /// How soon all must be well after everything is healed.
     pub converge_within: Duration,
     /// Gets `history.jsonl`, `schedule.json` and `report.json`.
@@ -68,12 +76,17 @@ pub async fn round(options: &RoundOptions) -> Result<RoundReport> {
         master_disk_bytes: Some(MASTER_DISK_BYTES),
         client_disk_bytes: Some(CLIENT_DISK_BYTES),
         clocks: options.clocks,
-        master_args: log::KEEP_THE_LOG.map(str::to_owned).to_vec(),
+        master_args: match options.snapshots {
+            true => log::TAKE_SNAPSHOTS.map(str::to_owned).to_vec(),
+            false => log::KEEP_THE_LOG.map(str::to_owned).to_vec(),
+        },
         ..Default::default()
     })
     .await?;
     let models = tempfile::Builder::new().prefix("mooncake-models-").tempdir()?;
-    let url = bed.serve(models.path()).await?.url.clone();
+    let source = bed.serve(models.path()).await?;
+    source.limit_rate(Some(SOURCE_BYTES_PER_SECOND));
+    let url = source.url.clone();
     let (folder, seed) = (models.path().to_owned(), options.seed);
     let library = tokio::task::spawn_blocking(move || Library::create(&folder, &url, MODELS, seed)).await??;
     bed.cluster.start_all().await?;
@@ -88,9 +101,9 @@ pub async fn round(options: &RoundOptions) -> Result<RoundReport> {
     };
     let workload = Workload::start(&scene, &workload_options, &history)?;
     let mut convergence = Vec::new();
-    let schedule = faults(options, &mut bed, &history, &mut convergence).await;
+    let injected = faults(options, &mut bed, &history, &mut convergence).await;
     let stopped = workload.stop().await;
-    let schedule = schedule?;
+    injected?;
     let (known, auditor) = stopped?;
 
     (options.progress)(&format!(
@@ -108,14 +121,11 @@ pub async fn round(options: &RoundOptions) -> Result<RoundReport> {
         &evidence,
         violations,
         bed.source()?.bytes_served_again(),
+        options.snapshots,
     );
     fs::write(
         options.out.join("report.json"),
         serde_json::to_vec_pretty(&report)?,
-    )?;
-    fs::write(
-        options.out.join("schedule.json"),
-        serde_json::to_vec_pretty(&schedule)?,
     )?;
     if report.violations.is_empty() {
         bed.finish();
@@ -145,17 +155,19 @@ pub fn scene(bed: &Testbed, library: Arc<Library>) -> Result<Scene> {
     })
 }
 
-/// Injects and heals, one step after the other, until the time is over; what was done, for `schedule.json`.
+/// Injects and heals, one step after the other, until the time is over. What is done is in `schedule.json` before it is
+/// done: a round that cannot be judged has it, too.
 async fn faults(
     options: &RoundOptions,
     bed: &mut Testbed,
     history: &Arc<History>,
     convergence: &mut Vec<Convergence>,
-) -> Result<Vec<serde_json::Value>> {
+) -> Result<()> {
     let until = Instant::now() + options.length;
     let means = Means {
         clients: options.clients,
         clocks: options.clocks,
+        snapshots: options.snapshots,
     };
     let mut done = Vec::new();
     for Step { after, nemeses, hold } in schedule::steps(options.seed, means) {
@@ -165,25 +177,37 @@ async fn faults(
         }
         let names: Vec<_> = nemeses.iter().map(Nemesis::name).collect();
         let mut active: Vec<Injected> = Vec::new();
+        let mut befallen = BTreeSet::new();
         for nemesis in nemeses {
             let (name, what) = (nemesis.name(), format!("{nemesis:?}"));
             done.push(
                 json!({"at_us": history.now_us(), "nemesis": what, "hold_ms": hold.as_millis() as u64}),
             );
-            history.event(&name, Phase::Injected, what);
+            fs::write(
+                options.out.join("schedule.json"),
+                serde_json::to_vec_pretty(&done)?,
+            )?;
+            let concerns = nemesis.concerns(&bed.cluster.nodes);
+            history.event(&name, Phase::Injected, concerns.clone(), what);
+            befallen.extend(concerns);
             active.push(nemesis.inject(bed).await?);
             (options.progress)(&format!("seed {}: {name}", options.seed));
         }
         tokio::time::sleep(hold).await;
         for injected in active.into_iter().rev() {
             let name = injected.nemesis.name();
+            let concerns = injected.nemesis.concerns(&bed.cluster.nodes);
             injected.heal(bed).await?;
-            history.event(&name, Phase::Healed, "");
+            history.event(&name, Phase::Healed, concerns, "");
         }
         // The next fault is one that a healthy cluster gets.
         let healed = Instant::now();
         let ready = bed.cluster.wait_ready().await;
         let stuck = ready.is_err();
+        if !stuck {
+            let concerns = befallen.into_iter().collect();
+            history.event(&names.join(" and "), Phase::Well, concerns, "");
+        }
         convergence.push(Convergence {
             after: names.join(" and "),
             took_ms: (!stuck).then_some(healed.elapsed().as_millis() as u64),
@@ -194,7 +218,7 @@ async fn faults(
             break;
         }
     }
-    Ok(done)
+    Ok(())
 }
 
 /// Waits until all is well, for longer than allowed, so that "late" and "never" can be told apart.
@@ -289,55 +313,31 @@ async fn read_all(
 async fn evidence(bed: &mut Testbed, history: &History, convergence: Vec<Convergence>) -> Result<Evidence> {
     let mut evidence = Evidence::of(history.records()?);
     evidence.convergence = convergence;
-    evidence.served = served(bed, &evidence)?;
-    let mut logs = Vec::new();
-    for (id, master) in &bed.cluster.retired {
+    evidence.served = served(bed)?;
+    // Not asked politely: what was acknowledged is on the disk.
+    bed.cluster.masters.iter_mut().for_each(Process::kill);
+    let running = bed.cluster.ids.iter().zip(&bed.cluster.masters);
+    let retired = bed.cluster.retired.iter().map(|(id, master)| (id, master));
+    for (id, master) in running.chain(retired) {
+        let log = master.log();
         evidence
             .elected
-            .extend(Elected::in_log(*id, &master.log()).map_err(|e| anyhow!(e))?);
+            .extend(Elected::in_log(*id, &log).map_err(|e| anyhow!(e))?);
+        evidence.installed += log.matches(INSTALLED).count() as u64;
     }
-    for (i, master) in bed.cluster.masters.iter_mut().enumerate() {
-        // Not asked politely: what was acknowledged is on the disk.
-        master.kill();
-        let id = bed.cluster.ids[i];
-        evidence
-            .elected
-            .extend(Elected::in_log(id, &master.log()).map_err(|e| anyhow!(e))?);
-        logs.push((
-            id,
-            log::read(&bed.cluster.data_dirs[i], DEFAULT_CLUSTER_ID, id).await?,
-        ));
-    }
-    let committed = evidence.applied_index();
-    let ask = evidence
-        .masters
-        .iter()
-        .filter(|m| m.digest.is_some())
-        .map(|m| m.applied_index)
-        .collect();
-    let replay = tokio::task::spawn_blocking(move || {
-        let (entries, conflicts) = log::merge(logs, committed);
-        let mut replay = Replay::of(&entries, committed, &ask);
-        replay.log_conflicts = conflicts;
-        replay
-    });
-    evidence.replay = Some(replay.await?);
+    let disks = bed.cluster.ids.iter().copied();
+    let disks: Vec<_> = disks.zip(bed.cluster.data_dirs.iter().cloned()).collect();
+    evidence.replay(&disks, DEFAULT_CLUSTER_ID).await?;
     Ok(evidence)
 }
 
-fn served(bed: &Testbed, evidence: &Evidence) -> Result<Vec<Served>> {
-    let excused = evidence
-        .events
-        .iter()
-        .filter(|e| e.phase == Phase::Injected && schedule::loses_received_bytes(&e.name))
-        .count() as u64;
+fn served(bed: &Testbed) -> Result<Vec<Served>> {
     let whole: BTreeMap<String, Vec<(u64, u64)>> = bed.source()?.whole_requests();
     Ok(whole
         .into_iter()
         .map(|(path, ranges)| Served {
             model: path.split('/').next().unwrap_or_default().to_owned(),
             times: most_covered(&ranges),
-            excused,
             path,
         })
         .collect())

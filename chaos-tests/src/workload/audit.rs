@@ -18,7 +18,7 @@ use tokio::{sync::Semaphore, task::JoinSet};
 
 /// Folders hashed at once: the processes under test want the CPUs too.
 const AT_ONCE: usize = 2;
-/// How long a folder may be unreadable before that is a fault: a nemesis may have taken its disk away meanwhile.
+/// How long a disk may be away: longer than any nemesis takes it.
 const UNREADABLE: Duration = Duration::from_secs(60);
 const RETRY: Duration = Duration::from_millis(200);
 
@@ -26,8 +26,8 @@ const RETRY: Duration = Duration::from_millis(200);
 pub struct Auditor {
     library: Arc<Library>,
     history: Arc<History>,
-    /// (node, folder), each looked at once.
-    seen: Mutex<BTreeSet<(String, String)>>,
+    /// (node, folder, attempt that staged it), each looked at once.
+    seen: Mutex<BTreeSet<(String, String, u64)>>,
     looks: Mutex<JoinSet<()>>,
     turns: Arc<Semaphore>,
 }
@@ -50,29 +50,38 @@ impl Auditor {
             let (PlacementState::Staged, Some(path)) = (p.state, &p.local_path) else {
                 continue;
             };
-            if self.seen.lock().insert((p.node.clone(), path.clone())) {
-                self.look_at(p.node.clone(), path.clone());
+            if self.seen.lock().insert((p.node.clone(), path.clone(), p.attempt)) {
+                self.look_at(p.node.clone(), path.clone(), p.attempt);
             }
         }
     }
 
-    fn look_at(&self, node: String, path: String) {
+    fn look_at(&self, node: String, path: String, attempt: u64) {
         let (library, history, turns) = (self.library.clone(), self.history.clone(), self.turns.clone());
         self.looks.lock().spawn(async move {
             let Ok(_turn) = turns.acquire().await else { return };
             let looked = tokio::task::spawn_blocking(move || {
                 let until = Instant::now() + UNREADABLE;
                 let fault = loop {
+                    let before = history.disk_trouble(&node);
                     match fault(&library, Path::new(&path)) {
-                        Err(_) if Instant::now() < until => std::thread::sleep(RETRY),
-                        Err(e) => break Some(format!("it cannot be read: {e:#}")),
                         Ok(fault) => break fault,
+                        Err(e) => {
+                            let now = history.disk_trouble(&node);
+                            // What is not there although its disk is, and was all the time, was not staged.
+                            let away = now.is_active() || now != before;
+                            if !away || Instant::now() >= until {
+                                break Some(format!("it cannot be read: {e:#}"));
+                            }
+                            std::thread::sleep(RETRY);
+                        }
                     }
                 };
                 history.record(Record::Folder(FolderSeen {
                     at_us: history.now_us(),
                     node,
                     path,
+                    attempt,
                     fault,
                 }));
             });
@@ -121,7 +130,10 @@ fn fault(library: &Library, path: &Path) -> Result<Option<String>> {
 #[cfg(test)]
 mod tests {
     use super::*;
-    use crate::{checks::testing, history::FolderSeen};
+    use crate::{
+        checks::testing,
+        history::{Concern, FolderSeen, Phase},
+    };
     use mooncake_proto::api::JobStatus;
 
     #[tokio::test]
@@ -166,5 +178,51 @@ mod tests {
             faults[1].contains("part-0.bin") && faults[2].contains("more"),
             "{faults:?}"
         );
+    }
+
+    fn staged(path: &Path, attempt: u64) -> JobSeen {
+        let mut seen = testing::job_seen("a", 1, JobStatus::Completed);
+        let mut p = testing::placement("n", PlacementState::Staged, attempt);
+        p.local_path = Some(path.display().to_string());
+        seen.placements.push(p);
+        seen
+    }
+
+    fn faults(history: &History) -> Vec<Option<String>> {
+        let fault = |record| match record {
+            Record::Folder(seen) => Some(seen.fault),
+            _ => None,
+        };
+        let records = history.records().unwrap();
+        records.into_iter().filter_map(fault).collect()
+    }
+
+    #[tokio::test]
+    async fn what_is_not_there_is_a_fault_at_once_and_waited_for_only_while_its_disk_is_away() {
+        let dir = tempfile::tempdir().unwrap();
+        let library = Arc::new(Library::create(dir.path(), "http://s", 1, 1).unwrap());
+        let folder = dir.path().join("root/test/m-0/r1/bin");
+        let history = Arc::new(History::new(None).unwrap());
+        let auditor = Auditor::new(library, history.clone());
+        // Another node's disk is away.
+        let disk = |node: &str| vec![Concern::Disk(node.into())];
+        history.event("power-loss-client", Phase::Injected, disk("m"), "");
+        auditor.look(&staged(&folder, 1));
+        auditor.settle().await.unwrap();
+        let found = faults(&history);
+        assert!(
+            found[0].as_ref().is_some_and(|f| f.contains("cannot be read")),
+            "{found:?}"
+        );
+
+        history.event("power-loss-client", Phase::Injected, disk("n"), "");
+        auditor.look(&staged(&folder, 2));
+        std::fs::create_dir_all(folder.parent().unwrap()).unwrap();
+        std::fs::rename(dir.path().join("m-0"), &folder).unwrap();
+        history.event("power-loss-client", Phase::Healed, disk("n"), "");
+        auditor.settle().await.unwrap();
+        let found = faults(&history);
+        assert_eq!(found.len(), 2, "a further attempt is a further look");
+        assert_eq!(found[1], None);
     }
 }

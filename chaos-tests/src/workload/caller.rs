@@ -5,7 +5,7 @@ use super::{
     audit::Auditor,
     planner::{Known, Planner, Sent, Step},
 };
-use crate::history::{Answer, Body, History, Kind, Op, Outcome, Record};
+use crate::history::{Answer, Body, History, Kind, Op, Outcome, Record, waiting_for};
 use anyhow::Result;
 use mooncake_proto::api::{HEADER_APPLIED_INDEX, HEADER_SERVED_BY, HEADER_TERM};
 use rand::{RngExt, SeedableRng, rngs::StdRng};
@@ -194,6 +194,7 @@ async fn answer(request: reqwest::RequestBuilder, kind: &Kind) -> reqwest::Resul
         served_by,
         term,
         applied_index,
+        waiting_for: waiting_for(&bytes),
         body: Body::parse(kind, status, &bytes),
     })
 }

@@ -13,8 +13,9 @@ use std::sync::{
 const REPEATS: f64 = 0.30;
 /// Of all creates: another body under an id that was sent before.
 const CONFLICTS: f64 = 0.05;
-/// Of new jobs: those that take a model that nobody has asked for yet, while there is one.
-const FRESH_MODELS: f64 = 0.5;
+/// Of new jobs: those that take a model that nobody has asked for yet, while there is one. Some twenty jobs are made
+/// in a second: so a new model comes every one to two seconds, and downloads go on for as long as faults do.
+const FRESH_MODELS: f64 = 0.035;
 /// Callers come back to the newest jobs, where things happen.
 const RECENT: usize = 40;
 /// Attempts that new jobs ask for, and those that are another body.

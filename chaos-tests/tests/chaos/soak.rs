@@ -13,6 +13,7 @@ async fn a_short_soak_breaks_nothing() -> Result<()> {
         masters: 3,
         clients: 3,
         clocks: false,
+        snapshots: false,
         converge_within: Duration::from_secs(30),
         out: out.path().to_owned(),
         progress: |what| eprintln!("{what}"),

@@ -172,6 +172,15 @@ impl Bed {
         }
     }
 
+    /// Each request that was broken off cost at most the block that its client was in the middle of.
+    pub(crate) fn assert_broken_requests_cost_a_block_each(&self) {
+        let (again, broken) = (self.source.bytes_served_again(), self.source.broken_requests());
+        assert!(
+            again <= broken * BLOCK_BYTES,
+            "{again} bytes were served again, and {broken} requests were broken off"
+        );
+    }
+
     /// What all clients fetched although they had fetched it before.
     pub(crate) async fn refetched_bytes(&self) -> Result<u64> {
         let mut total = 0;

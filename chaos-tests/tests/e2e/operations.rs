@@ -4,10 +4,13 @@
 use crate::{JOB, bed::Bed};
 use anyhow::{Context, Result, ensure};
 use mooncake_chaos::{
-    Cluster, ClusterOptions,
+    Cluster, ClusterOptions, Model,
+    checks::Evidence,
     cluster::{self, MASTER},
+    history::MasterSeen,
     process::binary_path,
 };
+use mooncake_proto::DEFAULT_CLUSTER_ID;
 use serde_json::Value;
 use std::time::{Duration, Instant, SystemTime};
 
@@ -465,6 +468,107 @@ async fn three_masters_are_restored_side_by_side() -> Result<()> {
     Ok(())
 }
 
+/// The backup is of the middle of a job, and the job goes on behind it: the old life ends with tasks that the restored
+/// cluster knows under other fences, or not at all, and their nodes report them to it.
+#[tokio::test]
+async fn a_restore_half_way_through_a_job_takes_no_report_of_the_old_life() -> Result<()> {
+    const SIZE: u64 = 24 << 20;
+    /// What the source gives before the backup, and before the old life ends.
+    const BEFORE: u64 = 8 << 20;
+    const LATER: u64 = 16 << 20;
+    let mut bed = Bed::start("half-way", &[("a.bin", SIZE)], Some(8 << 20)).await?;
+    bed.source.hold_at(BEFORE);
+    bed.post_to_all("half-way").await?;
+    bed.wait_bytes("half-way", 0, BEFORE / 2).await?;
+    let path = bed.cluster.dir().join("half.mcb").display().to_string();
+    let saved = ctl(&bed.cluster, &[0], &["cluster", "snapshot", "save", &path]).await?;
+    assert_eq!(saved["jobs"], 1, "{saved:#}");
+    let attempt = |snapshot: &Value, cluster: &Cluster| cluster.placement(snapshot, 0)["attempt"].as_u64();
+    let then = bed.cluster.job("half-way").await?;
+    assert_ne!(then["status"], "completed", "{then:#}");
+
+    // Behind the backup the old life goes on: more bytes, and another job, which the backup does not know.
+    bed.source.hold_at(LATER);
+    bed.wait_bytes("half-way", 0, BEFORE + (1 << 20)).await?;
+    let unknown = tempfile::tempdir()?;
+    let other = Model::create(unknown.path(), "unknown", &[("b.bin", 1 << 20)])?;
+    let base = unknown.path().display().to_string();
+    // Its source may not be read: it fails.
+    let body = other.request("unknown", &base, &bed.cluster.nodes[1], &[&bed.cluster.nodes[1]])?;
+    bed.cluster.create(&body).await?;
+    bed.cluster.wait_ended("unknown", JOB).await?;
+    bed.cluster.masters.iter_mut().for_each(|m| m.kill());
+    // Without masters the nodes finish what they were ordered: that is what they report to whoever comes.
+    bed.source.release();
+    eventually("the nodes have what they were ordered", async || {
+        Ok((bed.source.bytes_served() >= SIZE && bed.source.bodies() == 0).then_some(()))
+    })
+    .await?;
+    let served = bed.source.bytes_served();
+
+    let dir = bed.cluster.dir().join("half-restored").display().to_string();
+    let member = bed.cluster.member(0);
+    let (code, out, err) = master_command(&[
+        "restore",
+        "--snapshot",
+        &path,
+        "--data-dir",
+        &dir,
+        "--node-id",
+        "1",
+        "--initial-cluster",
+        &member,
+    ])
+    .await?;
+    assert!(code == 0, "{out}{err}");
+    bed.cluster.masters[0].start_with(&["--data-dir".into(), dir.clone()])?;
+    bed.cluster.wait_ready().await?;
+    let status = ctl(&bed.cluster, &[0], &["cluster", "status"]).await?;
+    assert!(
+        status["recovery_epoch"].as_u64() > Some(1_700_000_000),
+        "{status:#}"
+    );
+
+    // The nodes are ordered anew, under a fence of the new life, and say what they have: nothing is fetched twice.
+    let done = bed.finish("half-way").await?;
+    assert!(
+        attempt(&done, &bed.cluster) >= attempt(&then, &bed.cluster),
+        "{then:#} {done:#}"
+    );
+    assert_eq!(
+        bed.source.bytes_served(),
+        served,
+        "what the nodes have is not fetched again"
+    );
+    // What only the old life knew came with the nodes' reports, and is not there.
+    let (code, _, err) = bed.cluster.ctl(&[0], &["jobs", "get", "unknown"]).await?;
+    assert!(code == 2 && err.contains("404"), "{err}");
+    // And along the restored cluster's log: whatever was reported under another fence changed nothing.
+    let index = |status: &Value| status["applied_index"].as_u64().context("applied_index");
+    let (begin, end) = (
+        index(&status)?,
+        index(&ctl(&bed.cluster, &[0], &["cluster", "status"]).await?)?,
+    );
+    bed.cluster.masters[0].kill();
+    let mut evidence = Evidence::default();
+    evidence.masters.push(MasterSeen {
+        at_us: 0,
+        id: 1,
+        term: 0,
+        leader: None,
+        applied_index: end,
+        digest: None,
+    });
+    evidence.replay(&[(1, dir.into())], DEFAULT_CLUSTER_ID).await?;
+    let replay = evidence.replay.context("just made")?;
+    assert!(
+        replay.first_index <= begin && replay.last_index == end,
+        "the whole new life is judged"
+    );
+    assert_eq!((replay.stale_changes, replay.state_faults), (vec![], vec![]));
+    Ok(())
+}
+
 #[tokio::test]
 async fn after_the_loss_of_a_quorum_one_master_goes_on_and_the_old_ones_command_nobody() -> Result<()> {
     let mut bed = Bed::start("recover", &[("a.bin", 24 << 20)], Some(4 << 20)).await?;
@@ -519,6 +623,7 @@ async fn after_the_loss_of_a_quorum_one_master_goes_on_and_the_old_ones_command_
     // begin again, at their last whole block.
     let done = bed.finish("recover").await?;
     bed.assert_no_request_twice();
+    bed.assert_broken_requests_cost_a_block_each();
     let served = bed.source.bytes_served();
     let before = serde_json::to_string(&done["placements"])?;
 

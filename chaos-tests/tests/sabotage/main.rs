@@ -13,8 +13,9 @@ mod read_index;
 use anyhow::Result;
 use mooncake_chaos::{
     Cluster,
-    checks::{self, Evidence, Replay, Violation, log},
+    checks::{self, Evidence, Violation},
     history::History,
+    process::Process,
     workload::{Auditor, Caller, Endpoint, Library, Observer, Scene},
 };
 use mooncake_proto::DEFAULT_CLUSTER_ID;
@@ -73,21 +74,9 @@ impl Bench {
     async fn judge_with_log(self, cluster: &mut Cluster) -> Result<Vec<Violation>> {
         self.auditor.settle().await?;
         let mut evidence = Evidence::of(self.history.records()?);
-        let mut logs = Vec::new();
-        for (i, master) in cluster.masters.iter_mut().enumerate() {
-            master.kill();
-            let id = i as u64 + 1;
-            logs.push((
-                id,
-                log::read(&cluster.data_dirs[i], DEFAULT_CLUSTER_ID, id).await?,
-            ));
-        }
-        let committed = evidence.applied_index();
-        let (entries, conflicts) = log::merge(logs, committed);
-        let ask = evidence.masters.iter().map(|m| m.applied_index).collect();
-        let mut replay = Replay::of(&entries, committed, &ask);
-        replay.log_conflicts = conflicts;
-        evidence.replay = Some(replay);
+        cluster.masters.iter_mut().for_each(Process::kill);
+        let disks = (1..).zip(cluster.data_dirs.iter().cloned()).collect::<Vec<_>>();
+        evidence.replay(&disks, DEFAULT_CLUSTER_ID).await?;
         Ok(checks::check(&evidence))
     }
 }

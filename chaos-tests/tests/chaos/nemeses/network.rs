@@ -367,3 +367,45 @@ async fn a_snapshot_over_a_slow_link_arrives_and_deposes_nobody() -> Result<()> 
     bed.finish();
     Ok(())
 }
+
+#[tokio::test]
+async fn a_slow_snapshot_is_sent_to_one_that_lacks_what_is_purged() -> Result<()> {
+    const RATE: u64 = 2_000_000;
+    let args = ["--snapshot-every=50", "--snapshot-keep=1"].map(str::to_owned);
+    let mut bed = masters_only(|o| o.master_args = args.to_vec()).await?;
+    let before = whole(&mut bed).await?;
+    let (url, node) = {
+        let leader = bed.cluster.leader().await?;
+        (
+            bed.cluster.endpoints[leader].clone(),
+            bed.cluster.nodes[0].clone(),
+        )
+    };
+    let http = bed.cluster.http.clone();
+    let writes = tokio::spawn(async move {
+        for n in 0u64.. {
+            let id = format!("write-{n}");
+            super::post_job(&http, &url, &node, &id, 1).await?;
+        }
+        anyhow::Ok(())
+    });
+    let nemesis = Nemesis::SlowSnapshot {
+        bits_per_second: RATE,
+    };
+    let fault = nemesis.inject(&mut bed).await?;
+    let away = fault.victims[0];
+    let qdisc = bed.network.host(&master_host(away))?.namespace.run(
+        "tc",
+        &["-s", "qdisc", "show", "dev", "eth0"],
+        "",
+    )?;
+    assert!(qdisc.contains("tbf") && qdisc.contains("2Mbit"), "{qdisc}");
+    bed.cluster.masters[away]
+        .wait_log("installed the received snapshot", crate::LONG)
+        .await?;
+    writes.abort();
+    fault.heal(&mut bed).await?;
+    assert_eq!(whole(&mut bed).await?, before, "no election");
+    bed.finish();
+    Ok(())
+}
