@@ -2,7 +2,7 @@
 //!
 //! Names may be written with `-` or `_`, in flags and in the file. A flag wins over the file.
 
-use crate::source::AllowList;
+use crate::{rate::Limit, source::AllowList};
 use clap::{CommandFactory, FromArgMatches, Parser, parser::ValueSource};
 use mooncake_proto::{
     DEFAULT_CLUSTER_ID,
@@ -98,6 +98,14 @@ pub struct Args {
     #[arg(long, value_name = "N", default_value_t = 16, value_parser = max_uploads)]
     pub max_uploads: usize,
 
+    /// Most bytes per second sent to other nodes, e.g. 500MiB; at least 1MiB. Without it as fast as can be
+    #[arg(long, value_name = "BYTES/S")]
+    pub upload_limit: Option<Limit>,
+
+    /// Most bytes per second taken from other nodes and from sources together
+    #[arg(long, value_name = "BYTES/S")]
+    pub download_limit: Option<Limit>,
+
     /// Staging that no job wants is removed this long after it was last written
     #[arg(long, value_name = "SECONDS", default_value_t = 86_400)]
     pub staging_expire_s: u64,
@@ -169,6 +177,10 @@ pub struct Settings {
     pub labels: BTreeMap<String, String>,
     /// At least one.
     pub max_uploads: usize,
+    /// To peers.
+    pub upload_limit: Option<Limit>,
+    /// From peers and sources.
+    pub download_limit: Option<Limit>,
     /// See [`crate::store::STAGING_MAX_AGE`].
     pub staging_expire: std::time::Duration,
 }
@@ -273,6 +285,8 @@ impl Args {
             allow,
             labels: self.label.into_iter().map(|Label(k, v)| (k, v)).collect(),
             max_uploads: self.max_uploads,
+            upload_limit: self.upload_limit,
+            download_limit: self.download_limit,
             staging_expire: std::time::Duration::from_secs(self.staging_expire_s),
         })
     }

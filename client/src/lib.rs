@@ -6,6 +6,7 @@ pub mod http;
 pub mod memory;
 pub mod metrics;
 pub mod node;
+pub mod rate;
 pub mod session;
 pub mod source;
 pub mod store;

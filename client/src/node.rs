@@ -5,8 +5,9 @@ use crate::{
     executor::{self, AcquireJob, Boxed, Executor, FetchJob, Reports, Transfer},
     http::{self, Http},
     memory, metrics,
+    rate::Rate,
     session::{Facts, Session, SessionConfig, Status},
-    source::{self, AcquireTask, AllowList},
+    source::{self, AcquireTask, AllowList, SourceConfig},
     store::{Store, StoreConfig},
     swarm::{BadSource, BadSources, Swarm, SwarmConfig},
     task::TaskFailure,
@@ -61,6 +62,7 @@ pub struct Node {
 struct Mover {
     swarm: Swarm,
     allow: AllowList,
+    source_config: SourceConfig,
 }
 
 impl Transfer for Mover {
@@ -72,7 +74,7 @@ impl Transfer for Mover {
             expected_seal: job.expected_seal,
             counters: job.live.counters.clone(),
         };
-        Box::pin(source::acquire(task, cancel))
+        Box::pin(source::acquire(task, self.source_config.clone(), cancel))
     }
 
     fn fetch(&self, job: FetchJob, cancel: CancellationToken) -> Boxed<Result<(), TaskFailure>> {
@@ -147,7 +149,10 @@ impl Node {
         let stop = CancellationToken::new();
         let mut vital = JoinSet::new();
 
+        let download = Arc::new(Rate::new(settings.download_limit));
         let swarm_config = SwarmConfig {
+            upload: settings.upload_limit,
+            download: download.clone(),
             rack: settings.labels.get("rack").cloned(),
             ..swarm_config(settings.max_uploads)
         };
@@ -163,6 +168,10 @@ impl Node {
         let mover = Arc::new(Mover {
             swarm: swarm.clone(),
             allow: settings.allow,
+            source_config: SourceConfig {
+                download,
+                ..SourceConfig::default()
+            },
         });
         let executor = Executor::new(store.clone(), mover, reports.clone());
 

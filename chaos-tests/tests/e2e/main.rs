@@ -5,6 +5,7 @@ mod failover;
 mod failures;
 mod http;
 mod idempotency;
+mod limits;
 mod operations;
 mod real_model;
 mod resume;

@@ -1,6 +1,6 @@
 //! The bounds of everything that reads sources, shared by all acquisitions of the process.
 
-use crate::{memory::Block, store::Artifact, task::DRAIN_TIMEOUT};
+use crate::{memory::Block, rate::Rate, store::Artifact, task::DRAIN_TIMEOUT};
 use mooncake_proto::MAX_ACQUISITIONS;
 use parking_lot::Mutex;
 use std::{
@@ -86,6 +86,8 @@ pub struct SourceConfig {
     pub part_bytes: u64,
     /// See [`DRAIN_TIMEOUT`](crate::task::DRAIN_TIMEOUT).
     pub drain_timeout: Duration,
+    /// Shared with what comes from peers.
+    pub download: Arc<Rate>,
 }
 
 impl Default for SourceConfig {
@@ -101,6 +103,7 @@ impl Default for SourceConfig {
             retry_after_max: Duration::from_secs(300),
             part_bytes: PART_BYTES,
             drain_timeout: DRAIN_TIMEOUT,
+            download: Arc::default(),
         }
     }
 }

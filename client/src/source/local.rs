@@ -213,6 +213,7 @@ async fn copy(
         .blocks()
         .locate(block)
         .expect("a block of this artifact");
+    context.config.download.wait(range.len.into()).await;
     // Reads that hang, of this source or of others, keep their buffers.
     let mut buffer = context.local_buffer(file).await?;
     let (source, what) = (source.clone(), file.clone());

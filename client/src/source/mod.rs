@@ -73,13 +73,8 @@ pub struct AcquireTask {
     pub counters: Arc<TransferCounters>,
 }
 
-/// Reads everything that is missing, with the default time-outs. See the module docs.
-pub async fn acquire(task: AcquireTask, cancel: CancellationToken) -> Result<Seal, TaskFailure> {
-    acquire_with(task, SourceConfig::default(), cancel).await
-}
-
-/// [`acquire`] with other time-outs.
-pub async fn acquire_with(
+/// Reads everything that is missing. See the module docs.
+pub async fn acquire(
     task: AcquireTask,
     config: SourceConfig,
     cancel: CancellationToken,

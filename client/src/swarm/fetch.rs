@@ -112,6 +112,8 @@ pub(super) struct Fetch {
     pub(super) seal: Option<Seal>,
     started: Instant,
     last_progress: Instant,
+    /// The node's limit was waited for and not used yet.
+    may_download: bool,
 }
 
 impl Fetch {
@@ -148,6 +150,7 @@ impl Fetch {
             seal: None,
             started: Instant::now(),
             last_progress: Instant::now(),
+            may_download: false,
         }
     }
 
@@ -225,6 +228,7 @@ impl Fetch {
                 got = async { waiting.as_mut().expect("guarded").await }, if waiting.is_some() => {
                     permit = Some(got);
                     waiting = None;
+                    self.may_download = true;
                 }
                 // Brings the loop round.
                 _ = tick.tick(), if !self.chooser.whole() => {}
@@ -248,11 +252,19 @@ impl Fetch {
                     }
                     return;
                 }
-                match self.swarm.budget.clone().try_acquire_many_owned(units) {
-                    Ok(got) => *permit = Some(got),
-                    Err(_) => {
-                        let acquire = self.swarm.budget.clone().acquire_many_owned(units);
-                        *waiting = Some(Box::pin(async { acquire.await.expect("never closed") }));
+                let budget = self.swarm.budget.clone();
+                let limited = self.swarm.config.download.is_limited() && !self.may_download;
+                match (!limited).then(|| budget.clone().try_acquire_many_owned(units)) {
+                    Some(Ok(got)) => *permit = Some(got),
+                    _ => {
+                        let download = limited.then(|| self.swarm.config.download.clone());
+                        let bytes = self.artifact.blocks().block_size();
+                        *waiting = Some(Box::pin(async move {
+                            if let Some(download) = download {
+                                download.wait(bytes.into()).await;
+                            }
+                            budget.acquire_many_owned(units).await.expect("never closed")
+                        }));
                         return;
                     }
                 }
@@ -290,6 +302,7 @@ impl Fetch {
             {
                 Ok(request) => {
                     session.requests.insert(pick.block, (request, expected));
+                    self.may_download = false;
                 }
                 // The link's end is in the inbox already, or about to be.
                 Err(_) => self.leave(pick.peer, false),

@@ -45,10 +45,11 @@ pub use fetch::{BadSource, BadSources};
 pub use serve::ServeStats;
 
 use crate::{
+    rate::{Limit, Rate},
     store::{Artifact, Store},
     task::{DRAIN_TIMEOUT, TaskFailure, TransferCounters},
     transport::{
-        Transport,
+        LEAST_BYTES_PER_S, Transport,
         buffer::{BufferPool, MIN_RECEIVED},
         tcp::{self, Tcp},
     },
@@ -91,6 +92,11 @@ pub struct SwarmConfig {
     pub list_timeout: Duration,
     /// See [`DRAIN_TIMEOUT`].
     pub drain_timeout: Duration,
+    /// Most bytes per second to peers. Fewer blocks are sent at a time then, so that each is sent at
+    /// [`LEAST_BYTES_PER_S`] and more, which receivers take for the least that a living peer does.
+    pub upload: Option<Limit>,
+    /// Of what comes from peers, and whatever else shares it.
+    pub download: Arc<Rate>,
     /// Breaks the rule that everything is verified, to see that the tests notice.
     #[cfg(test)]
     pub trust_anything: bool,
@@ -111,6 +117,8 @@ impl Default for SwarmConfig {
             // A slow peer sends at most one block before it answers.
             list_timeout: Duration::from_secs(10),
             drain_timeout: DRAIN_TIMEOUT,
+            upload: None,
+            download: Arc::default(),
             #[cfg(test)]
             trust_anything: false,
         }
@@ -118,6 +126,13 @@ impl Default for SwarmConfig {
 }
 
 impl SwarmConfig {
+    fn upload_slots(&self) -> usize {
+        let within = self.upload.map_or(u64::MAX, |limit| limit.0 / LEAST_BYTES_PER_S);
+        self.max_uploads
+            .min(usize::try_from(within).unwrap_or(usize::MAX))
+            .max(1)
+    }
+
     /// Most blocking calls under way at once.
     pub fn blocking_calls(&self) -> usize {
         self.max_uploads.max(1) + self.max_writers.max(1) + MAX_PROOFS + serve::MAX_SEALS + tcp::MAX_LOOKUPS
@@ -168,7 +183,8 @@ impl Swarm {
                     store,
                     hello.clone(),
                     buffers,
-                    config.max_uploads.max(1),
+                    config.upload_slots(),
+                    Rate::new(config.upload),
                 )),
                 budget: Arc::new(Semaphore::new(budget)),
                 writers: Arc::new(Semaphore::new(config.max_writers.max(1))),

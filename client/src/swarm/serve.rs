@@ -17,6 +17,7 @@ use super::{
     slots::{Rank, next_of},
 };
 use crate::{
+    rate::Rate,
     store::{Artifact, Store},
     transport::{
         BlockSource, Connection, Frame, FrameReceiver, FrameSender, NoBlocks, Sent, buffer::BufferPool, tcp,
@@ -92,6 +93,7 @@ pub(super) struct Server {
     hello: Arc<HelloConfig>,
     buffers: Arc<BufferPool>,
     uploads: Arc<Turns>,
+    rate: Rate,
     seals: Arc<Semaphore>,
     /// By manifest. Short sections, never across an await; so too the logs themselves.
     logs: Logs,
@@ -144,6 +146,12 @@ struct Queued {
     log: Arc<Mutex<SentLog>>,
 }
 
+impl Queued {
+    fn len(&self) -> u32 {
+        self.artifact.blocks().locate(self.block).map_or(0, |r| r.len)
+    }
+}
+
 /// What a subscription is served from; none while the artifact is not here.
 struct Served {
     artifact: Option<Arc<Artifact>>,
@@ -179,12 +187,14 @@ impl Server {
         hello: Arc<HelloConfig>,
         buffers: Arc<BufferPool>,
         max_uploads: usize,
+        rate: Rate,
     ) -> Self {
         Self {
             store,
             hello,
             buffers,
             uploads: Arc::new(Turns::new(max_uploads)),
+            rate,
             seals: Arc::new(Semaphore::new(MAX_SEALS)),
             logs: Mutex::default(),
             nodes: Mutex::default(),
@@ -474,7 +484,10 @@ impl Server {
             // Now, for a better one may have come, or this one be canceled.
             let Some(next) = peer.next() else { continue };
             match slot {
-                Some(slot) => self.upload(peer, &mut sender, next, slot).await?,
+                Some(slot) => {
+                    self.wait_for_rate(&next, &mut sender, &mut control).await?;
+                    self.upload(peer, &mut sender, next, slot).await?;
+                }
                 None => {
                     self.stats.declined_busy.fetch_add(1, Ordering::Relaxed);
                     next.log.lock().dropped(peer.id, next.block);
@@ -507,6 +520,24 @@ impl Server {
         }
     }
 
+    /// Until the block may go out, if a person has set a limit. Control messages go out meanwhile.
+    async fn wait_for_rate(
+        &self,
+        next: &Queued,
+        sender: &mut Box<dyn FrameSender>,
+        control: &mut mpsc::Receiver<Bytes>,
+    ) -> io::Result<()> {
+        let allowed = self.rate.wait(next.len().into());
+        tokio::pin!(allowed);
+        loop {
+            tokio::select! {
+                biased;
+                () = &mut allowed => return Ok(()),
+                Some(message) = control.recv() => sender.send_control(message).await?,
+            }
+        }
+    }
+
     async fn upload(
         self: &Arc<Self>,
         peer: &Peer,
@@ -514,6 +545,7 @@ impl Server {
         next: Queued,
         slot: Turn,
     ) -> io::Result<()> {
+        let len = next.len();
         let Queued {
             request,
             block,
@@ -522,7 +554,6 @@ impl Server {
             log,
             ..
         } = next;
-        let len = artifact.blocks().locate(block).map_or(0, |r| r.len);
         let active = self.stats.uploads_active.fetch_add(1, Ordering::Relaxed) + 1;
         self.stats.uploads_peak.fetch_max(active, Ordering::Relaxed);
         let upload = Upload {

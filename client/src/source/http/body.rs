@@ -2,6 +2,7 @@
 
 use super::{fetcher::Trouble, marks_its_end};
 use crate::{
+    rate::Rate,
     source::context::{Context, SourceFile},
     task::TransferCounters,
 };
@@ -24,6 +25,7 @@ pub(super) struct Body {
     waited: Duration,
     meanwhile_bytes: u64,
     counters: Arc<TransferCounters>,
+    download: Arc<Rate>,
 }
 
 impl Body {
@@ -39,6 +41,7 @@ impl Body {
             waited: Duration::ZERO,
             meanwhile_bytes: 0,
             counters: context.counters.clone(),
+            download: context.config.download.clone(),
         }
     }
 
@@ -92,6 +95,8 @@ impl Body {
                     (self.waited, self.meanwhile_bytes) = (Duration::ZERO, 0);
                 }
                 self.counters.add_fetched(len);
+                // It is here already; the next one comes later for it.
+                self.download.wait(len).await;
                 self.rest = chunk;
                 return Ok(true);
             }

@@ -256,7 +256,7 @@ async fn a_copy_that_reproduces_the_seal_needs_no_source() {
         expected_seal: Some(Seal { root, ..seal }),
         ..node.task(&[&path], &[])
     };
-    let run = |task| acquire_with(task, quick(), CancellationToken::new());
+    let run = |task| acquire(task, quick(), CancellationToken::new());
     assert_eq!(run(expecting(&node, seal.root)).await, Ok(seal));
     failed(
         run(expecting(&node, Digest::sha256(b"other"))).await,
@@ -368,7 +368,7 @@ async fn the_seal_of_before_must_be_reproduced() {
         ..second.task(&[&path], &[&root])
     };
     source(&root, "f", &noise(2 * BLOCK, 2));
-    let other = acquire_with(expecting(Some(seal)), quick(), CancellationToken::new()).await;
+    let other = acquire(expecting(Some(seal)), quick(), CancellationToken::new()).await;
     failed(
         other,
         "source_changed",
@@ -381,7 +381,7 @@ async fn the_seal_of_before_must_be_reproduced() {
         "a copy that can never be published is not resumed"
     );
     source(&root, "f", &data);
-    let same = acquire_with(expecting(Some(seal)), quick(), CancellationToken::new()).await;
+    let same = acquire(expecting(Some(seal)), quick(), CancellationToken::new()).await;
     assert_eq!(same, Ok(seal));
 }
 
@@ -416,7 +416,7 @@ async fn canceling_keeps_what_was_verified() {
     let cancel = CancellationToken::new();
     let mut progress = node.artifact.progress();
     let task = node.task(&[&path], &[&root]);
-    let (result, ()) = tokio::join!(acquire_with(task, quick(), cancel.clone()), async {
+    let (result, ()) = tokio::join!(acquire(task, quick(), cancel.clone()), async {
         progress.changed().await.unwrap();
         cancel.cancel();
     });
@@ -515,7 +515,7 @@ async fn who_waits_for_the_disk_can_be_canceled() {
         .await
         .unwrap();
     let cancel = CancellationToken::new();
-    let run = acquire_with(node.task(&[&path], &[&root]), quick(), cancel.clone());
+    let run = acquire(node.task(&[&path], &[&root]), quick(), cancel.clone());
     let run = async {
         tokio::join!(run, async {
             tokio::task::yield_now().await;
@@ -571,7 +571,7 @@ async fn a_stall_of_the_own_disk_is_no_fault_of_the_source() {
         .await
         .unwrap();
     let sources: Vec<_> = paths.iter().map(String::as_str).collect();
-    let run = acquire_with(node.task(&sources, &[&root]), config, CancellationToken::new());
+    let run = acquire(node.task(&sources, &[&root]), config, CancellationToken::new());
     let mut run = Box::pin(run);
     let early = tokio::time::timeout(2 * patience, run.as_mut()).await;
     assert!(early.is_err(), "{early:?}");
@@ -597,11 +597,7 @@ async fn what_lands_after_the_end_does_not_count() {
         ..quick()
     };
     let cancel = CancellationToken::new();
-    let run = tokio::spawn(acquire_with(
-        node.task(&[&path], &[&root]),
-        config,
-        cancel.clone(),
-    ));
+    let run = tokio::spawn(acquire(node.task(&[&path], &[&root]), config, cancel.clone()));
     writers_wait(node.store.as_ref().unwrap(), true).await;
     cancel.cancel();
     assert!(run.await.unwrap().unwrap_err().is_canceled());

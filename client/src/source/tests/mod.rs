@@ -124,7 +124,7 @@ impl Node {
         sources: &[&str],
         allow: &[&str],
     ) -> Result<Seal, TaskFailure> {
-        let run = acquire_with(self.task(sources, allow), config, CancellationToken::new());
+        let run = acquire(self.task(sources, allow), config, CancellationToken::new());
         tokio::time::timeout(Duration::from_secs(60), run)
             .await
             .expect("an acquisition ends")
@@ -203,6 +203,7 @@ fn quick() -> SourceConfig {
         retry_after_max: Duration::from_secs(2),
         part_bytes: 2 * BLOCK as u64,
         drain_timeout: Duration::from_secs(30),
+        download: Arc::default(),
     }
 }
 

@@ -163,7 +163,7 @@ async fn blocks_are_there_before_the_file_is() {
         ..quick()
     };
     let task = node.task(&[&server.url("f")], &[&server.url("")]);
-    let (result, ()) = tokio::join!(acquire_with(task, patient, CancellationToken::new()), async {
+    let (result, ()) = tokio::join!(acquire(task, patient, CancellationToken::new()), async {
         while !node.artifact.has(0) {
             progress.changed().await.unwrap();
         }

@@ -264,7 +264,7 @@ async fn a_connection_that_trickles_is_given_up() {
         floor_bytes: 1024,
         ..quick()
     };
-    let run = acquire_with(node.task(&[&url], &[&origin]), config, CancellationToken::new());
+    let run = acquire(node.task(&[&url], &[&origin]), config, CancellationToken::new());
     tokio::time::timeout(Duration::from_secs(60), run)
         .await
         .expect("it does not wait for a byte at a time")
@@ -302,7 +302,7 @@ async fn a_slow_source_takes_no_connection_from_others() {
         ..quick()
     };
     let cancel = CancellationToken::new();
-    let greedy_run = acquire_with(greedy.task(&urls, &[&origin]), patient, cancel.clone());
+    let greedy_run = acquire(greedy.task(&urls, &[&origin]), patient, cancel.clone());
     let other = async {
         while slow.requests().len() < 6 {
             tokio::time::sleep(Duration::from_millis(1)).await;
@@ -592,7 +592,7 @@ async fn canceling_a_stalled_download_is_prompt_and_keeps_blocks() {
     };
     let mut progress = node.artifact.progress();
     let task = node.task(&[&server.url("f")], &[&server.url("")]);
-    let (result, ()) = tokio::join!(acquire_with(task, patient, cancel.clone()), async {
+    let (result, ()) = tokio::join!(acquire(task, patient, cancel.clone()), async {
         // The stalled request is the first; the others may be through.
         while !node.artifact.has(2) || !node.artifact.has(3) {
             progress.changed().await.unwrap();
