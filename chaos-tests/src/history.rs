@@ -35,6 +35,8 @@ pub enum Record {
     Master(MasterSeen),
     /// A final folder as it was found on the disk.
     Folder(FolderSeen),
+    /// A report that was sent again when its attempt was over.
+    StaleReport(StaleReport),
 }
 
 /// One operation of one caller.
@@ -241,6 +243,15 @@ pub struct FolderSeen {
     pub attempt: u64,
     /// What is wrong with it; none: every file is there, byte for byte, and nothing else.
     pub fault: Option<String>,
+}
+
+/// A report that was sent again when its attempt was over.
+#[derive(Clone, Debug, PartialEq, Serialize, Deserialize)]
+pub struct StaleReport {
+    /// When.
+    pub at_us: u64,
+    /// Its attempt, which is over.
+    pub attempt: u64,
 }
 
 impl JobSeen {

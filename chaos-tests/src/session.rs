@@ -3,7 +3,7 @@
 use anyhow::{Context, Result, bail};
 use mooncake_proto::{
     DEFAULT_CLUSTER_ID,
-    hello::{HelloConfig, Purpose, channel},
+    hello::{HelloConfig, Purpose, Secret, channel},
     pb::session::{
         self as pb, master_frame::Body as Down, node_frame::Body as Up,
         node_session_client::NodeSessionClient,
@@ -16,7 +16,7 @@ use tokio_stream::wrappers::ReceiverStream;
 /// Frames that wait for the connection.
 const QUEUE: usize = 64;
 
-/// One session over a connection of its own, with a cluster that has no secret. Its end is the node's silence.
+/// One session over a connection of its own. Its end is the node's silence.
 pub struct NodeSession {
     /// What the master said to the registration.
     pub welcome: pb::Welcome,
@@ -27,9 +27,14 @@ pub struct NodeSession {
 impl NodeSession {
     /// Registers with a master, which must lead, and says that nothing is held.
     pub async fn join(master: &str, id: &str) -> Result<Self> {
+        Self::join_with(master, id, None).await
+    }
+
+    /// The same in a cluster that has a secret.
+    pub async fn join_with(master: &str, id: &str, secret: Option<Secret>) -> Result<Self> {
         let hello = HelloConfig {
             cluster_id: DEFAULT_CLUSTER_ID.into(),
-            secret: None,
+            secret,
             node_id: id.into(),
             instance_id: "store".into(),
             software: "session without a node".into(),

@@ -143,6 +143,8 @@ pub struct Evidence {
     pub folders: Vec<FolderSeen>,
     /// What masters logged of their elections.
     pub elected: Vec<Elected>,
+    /// Reports that were sent although their attempts were over.
+    pub stale_sent: u64,
     /// Snapshots that masters were sent and took over.
     pub installed: u64,
     /// What the source served.
@@ -163,6 +165,7 @@ impl Evidence {
                 Record::Event(event) => evidence.events.push(event),
                 Record::Master(seen) => evidence.masters.push(seen),
                 Record::Folder(seen) => evidence.folders.push(seen),
+                Record::StaleReport(_) => evidence.stale_sent += 1,
             }
         }
         evidence

@@ -44,8 +44,10 @@ pub struct RoundReport {
     pub snapshots: Option<SnapshotReport>,
     /// Commands in the log.
     pub commands: BTreeMap<&'static str, u64>,
-    /// Reports of attempts that were over.
+    /// Reports of attempts that were over, in the log.
     pub stale_reports: u64,
+    /// Those that were sent on purpose, whether they got there or not.
+    pub stale_sent: u64,
     /// How soon all was well, after each healing and at the end.
     pub convergence: Vec<Convergence>,
 }
@@ -116,6 +118,7 @@ pub(super) fn summarise(
         }),
         commands: replay.map(|r| r.commands.clone()).unwrap_or_default(),
         stale_reports: replay.map_or(0, |r| r.stale_reports),
+        stale_sent: evidence.stale_sent,
         convergence: evidence.convergence.clone(),
         violations,
     }
@@ -168,7 +171,14 @@ impl Report {
     pub fn is_good(&self) -> bool {
         !self.rounds.is_empty()
             && self.errors.is_empty()
+            && self.not_tried().is_none()
             && self.rounds.iter().all(|r| r.violations.is_empty())
+    }
+
+    /// What it would have had to try, and did not: then nothing is known of it.
+    fn not_tried(&self) -> Option<&'static str> {
+        (self.sum(|r| r.stale_reports) == 0)
+            .then_some("no report of an attempt that was over reached the log")
     }
 
     fn sum(&self, of: impl Fn(&RoundReport) -> u64) -> u64 {
@@ -220,14 +230,18 @@ impl Report {
                     .to_string(),
             ),
             ("elections", self.sum(|r| r.elections).to_string()),
+            ("stale reports sent", self.sum(|r| r.stale_sent).to_string()),
             (
-                "stale reports fenced off",
+                "stale reports in the log, fenced off",
                 self.sum(|r| r.stale_reports).to_string(),
             ),
             ("staged folders hashed", self.sum(|r| r.folders).to_string()),
             ("bytes served again", self.sum(|r| r.duplicate_bytes).to_string()),
         ] {
             let _ = writeln!(out, "| {what} | {value} |");
+        }
+        if let Some(what) = self.not_tried() {
+            let _ = writeln!(out, "\nNot tried: {what}.");
         }
         self.nemesis_table(&mut out);
         self.histogram(&mut out);
@@ -360,6 +374,9 @@ mod tests {
             ],
             ..Report::default()
         };
+        assert!(!report.is_good(), "no stale report came");
+        assert!(report.markdown().contains("Not tried: no report"));
+        report.rounds[0].stale_reports = 1;
         assert!(report.is_good());
         let text = report.markdown();
         assert!(text.contains("| kill-leader | 1 | 610 | 610 | 610 |"), "{text}");

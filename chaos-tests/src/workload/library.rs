@@ -48,6 +48,11 @@ impl Library {
         Ok(Self { models })
     }
 
+    /// The model that no caller asks for.
+    pub fn reserved(&self) -> Option<&Template> {
+        self.models.last()
+    }
+
     /// The model of this `model_id`.
     pub fn model(&self, id: &str) -> Option<&Template> {
         self.models.iter().find(|m| m.id == id)

@@ -2,26 +2,30 @@
 //!
 //! - [`Planner`] says what one caller asks next: pure, from a seed.
 //! - [`Workload`] runs callers through the load balancer and directly at each master, a writer at a fixed pace
-//!   (its gaps are the time in which no write was possible), an observer of the masters, and an auditor who hashes
-//!   every folder as soon as an answer calls it staged.
+//!   (its gaps are the time in which no write was possible), an observer of the masters, an auditor who hashes
+//!   every folder as soon as an answer calls it staged, and a node that reports what is over (`ghost`).
 //!
 //! Reproducible from the seed: what each caller would ask, of which models and nodes. Not reproducible: what it is
 //! answered, and so which of the jobs it comes back to.
 
 mod audit;
 mod caller;
+mod ghost;
 mod library;
 mod observe;
 mod planner;
 
 pub use audit::Auditor;
 pub use caller::{Caller, Endpoint, writes};
+pub use ghost::GHOST;
 pub use library::{Library, Template};
 pub use observe::{Observer, probe};
 pub use planner::{Known, Planner, Sent, Step};
 
 use crate::history::History;
-use anyhow::Result;
+use anyhow::{Result, anyhow};
+use ghost::Ghost;
+use mooncake_proto::hello::Secret;
 use std::{sync::Arc, time::Duration};
 use tokio::{sync::watch, task::JoinSet};
 
@@ -47,6 +51,14 @@ pub struct Scene {
     pub library: Arc<Library>,
     /// For requests.
     pub http: reqwest::Client,
+}
+
+impl Scene {
+    /// The cluster secret, checked.
+    fn secret(&self) -> Result<Option<Secret>> {
+        let secret = self.secret.as_ref().map(|s| Secret::new(s.as_bytes()));
+        secret.transpose().map_err(|e| anyhow!("the cluster secret: {e}"))
+    }
 }
 
 /// How much is asked.
@@ -110,6 +122,8 @@ impl Workload {
             options.write_every,
             stop.subscribe(),
         ));
+        let ghost = Ghost::new(scene, history.clone())?;
+        tasks.spawn(ghost.run(stop.subscribe()));
         let observer = Observer::new(scene, history.clone())?;
         tasks.spawn(observer.run(options.observe_every, stop.subscribe()));
         Ok(Self {

@@ -2,10 +2,10 @@
 
 use super::Scene;
 use crate::history::{History, MasterSeen, Record};
-use anyhow::{Result, anyhow};
+use anyhow::Result;
 use mooncake_proto::{
     DEFAULT_CLUSTER_ID,
-    hello::{self, HelloConfig, Purpose, Secret},
+    hello::{self, HelloConfig, Purpose},
     pb::raft::{ProbeRequest, raft_client::RaftClient},
 };
 use std::{sync::Arc, time::Duration};
@@ -47,12 +47,7 @@ pub async fn probe(
 impl Observer {
     /// Of the masters of `scene`.
     pub fn new(scene: &Scene, history: Arc<History>) -> Result<Self> {
-        let secret = scene
-            .secret
-            .as_ref()
-            .map(|s| Secret::new(s.as_bytes()))
-            .transpose()
-            .map_err(|e| anyhow!("the cluster secret: {e}"))?;
+        let secret = scene.secret()?;
         let hello = Arc::new(HelloConfig {
             cluster_id: DEFAULT_CLUSTER_ID.into(),
             secret,

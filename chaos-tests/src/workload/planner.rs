@@ -149,7 +149,8 @@ impl Planner {
     }
 
     fn new_job(&mut self) -> Sent {
-        let models = &self.library.models;
+        // The last one is reserved.
+        let models = &self.library.models[..self.library.models.len() - 1];
         let fresh = self.rng.random_bool(FRESH_MODELS);
         // The first one is the writer's.
         let used = self
