@@ -14,6 +14,8 @@ pub const KEEP_THE_LOG: [&str; 2] = ["--snapshot-every", "1000000000"];
 /// Arguments of a master that removes from its log what a follower lacks that was away for seconds, and whose last
 /// snapshots leave some seconds of the log to be judged. Two snapshots' entries behind, a follower is sent a snapshot.
 pub const TAKE_SNAPSHOTS: [&str; 4] = ["--snapshot-every", "150", "--snapshot-keep", "20"];
+/// Of one of them, besides: its snapshot is older, and so there is more of the log to be judged.
+pub const KEEP_LONGER: [&str; 2] = ["--snapshot-every", "600"];
 
 /// One entry.
 #[derive(Clone, Debug, PartialEq, Eq)]

@@ -89,6 +89,12 @@ pub async fn round(options: &RoundOptions) -> Result<RoundReport> {
     let url = source.url.clone();
     let (folder, seed) = (models.path().to_owned(), options.seed);
     let library = tokio::task::spawn_blocking(move || Library::create(&folder, &url, MODELS, seed)).await??;
+    if options.snapshots
+        && let Some(last) = bed.cluster.masters.last_mut()
+    {
+        // A later flag overrides an earlier one.
+        last.args_mut().extend(log::KEEP_LONGER.map(str::to_owned));
+    }
     bed.cluster.start_all().await?;
     bed.start_balancer(BalancerKind::HaProxy).await?;
     let scene = scene(&bed, Arc::new(library))?;
