@@ -16,8 +16,8 @@ use std::{process::ExitCode, sync::Arc, time::Duration};
 /// Creates and reads jobs as fast as three masters answer, in turn with puts and ranges of a 3-member etcd on the same
 /// machine; then simulates nodes over real sessions, idle and with one job for all of them.
 ///
-/// Exit code 0: nothing failed, the idle leader takes at most 0.2 of a core, the job at most 20 log entries per target,
-/// and there was no election; 2: one of these does not hold; 1: it could not be measured. Needs root and Debian's
+/// Exit code 0: nothing failed, no node's session ended before its time, the idle leader takes at most 0.2 of a core, the
+/// job at most 20 log entries per target, and there was no election; 2: one of these does not hold; 1: it could not be measured. Needs root and Debian's
 /// iproute2, nftables, haproxy and etcd-server. Measure on a machine that does nothing else.
 #[derive(Parser)]
 #[command(version)]
@@ -99,16 +99,14 @@ async fn all(
 ) -> Result<()> {
     if only != Some(Half::Nodes) {
         let bar = ProgressBar::new((plan.rounds * rates::Kind::ALL.len() * 2) as u64);
-        let rates = rates::all(plan, || bar.inc(1)).await?;
+        rates::all(plan, report, || bar.inc(1)).await?;
         bar.finish_and_clear();
-        report.lock().rates = Some(rates);
     }
     if only != Some(Half::Rates) {
         let bar = ProgressBar::new_spinner();
         bar.enable_steady_tick(Duration::from_millis(200));
-        let fleet = fleet::run(fleet_plan, |what| bar.set_message(what.to_owned())).await?;
+        fleet::run(fleet_plan, report, |what| bar.set_message(what.to_owned())).await?;
         bar.finish_and_clear();
-        report.lock().fleet = Some(fleet);
     }
     Ok(())
 }

@@ -21,8 +21,9 @@ const RATIO: f64 = 1.05;
 /// Distributes a model to nodes over shaped links, in turn without faults and with the leading master killed -9 (and
 /// started again) every few seconds, and compares the medians.
 ///
-/// Exit code 0: with kills it takes at most 1.05 times as long, and no byte is fetched twice; 2: one of them does not
-/// hold; 1: it could not be measured. Needs root, Debian's iproute2, nftables and haproxy, and below the temporary folder
+/// Exit code 0: with kills it takes at most 1.05 times as long, no byte is fetched twice, the leader was killed in each
+/// run that is to have kills, and there was no election in the others; 2: one of them does not hold; 1: it could not be
+/// measured. Needs root, Debian's iproute2, nftables and haproxy, and below the temporary folder
 /// (TMPDIR) the size of the model once for the source and once for each client.
 #[derive(Parser)]
 #[command(version)]
@@ -79,7 +80,7 @@ async fn measure(arguments: &Arguments) -> Result<bool> {
     let results = results.lock();
     print(&results, &setup, json);
     done?;
-    Ok(results.holds())
+    Ok(results.missed().is_empty())
 }
 
 async fn all(
@@ -130,8 +131,32 @@ impl Results {
         Some(median(&self.killed)? / median(&self.at_rest)?)
     }
 
-    fn holds(&self) -> bool {
-        self.ratio().is_some_and(|ratio| ratio <= RATIO) && self.runs().all(|run| run.twice_bytes() == 0)
+    /// A line for each thing that does not hold.
+    fn missed(&self) -> Vec<String> {
+        let mut missed = Vec::new();
+        match self.ratio() {
+            Some(ratio) if ratio <= RATIO => {}
+            Some(ratio) => missed.push(format!(
+                "with kills {ratio:.3} times as long, not at most {RATIO}"
+            )),
+            None => missed.push("no pair was finished".into()),
+        }
+        let twice = self.runs().map(Distributed::twice_bytes).sum::<u64>();
+        if twice > 0 {
+            missed.push(format!("{twice} bytes were fetched twice"));
+        }
+        let elections = self.at_rest.iter().map(|run| run.terms).sum::<u64>();
+        if elections > 0 {
+            missed.push(format!("{elections} elections with the masters at rest"));
+        }
+        let never = self.killed.iter().filter(|run| run.kills == 0).count();
+        if never > 0 {
+            missed.push(format!(
+                "in {never} runs with kills the distribution ended before the first: choose a shorter --kill-every or a \
+                 larger --size"
+            ));
+        }
+        missed
     }
 }
 
@@ -161,7 +186,8 @@ fn print(results: &Results, setup: &Setup, json: bool) {
             "pairs": results.killed.len(),
             "bound_s": setup.bound().as_secs_f64(),
             "ratio": results.ratio(),
-            "holds": results.holds(),
+            "holds": results.missed().is_empty(),
+            "does_not_hold": results.missed(),
         });
         println!("{line}");
         return;
@@ -200,13 +226,55 @@ fn print(results: &Results, setup: &Setup, json: bool) {
         "bound: {:.2} s (size by rate); unreadable: the longest time for which the job's status could not be read",
         setup.bound().as_secs_f64()
     );
-    match results.ratio() {
-        Some(ratio) => println!(
+    if let Some(ratio) = results.ratio() {
+        println!(
             "ratio of the medians of {} pairs: {ratio:.3} ({} is wanted); fetched twice: {} bytes (0 is wanted)",
             results.killed.len(),
             RATIO,
             results.runs().map(Distributed::twice_bytes).sum::<u64>()
-        ),
-        None => println!("no pair was finished"),
+        );
+    }
+    for what in results.missed() {
+        println!("DOES NOT HOLD: {what}");
+    }
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+
+    fn run(took_s: f64, kills: usize, terms: u64) -> Distributed {
+        Distributed {
+            took: Duration::from_secs_f64(took_s),
+            kills,
+            terms,
+            source_again_bytes: 0,
+            refetched_bytes: 0,
+            duplicate_bytes: 0,
+            longest_unreadable: Duration::ZERO,
+        }
+    }
+
+    #[test]
+    fn every_bound_is_looked_at() {
+        let results = |at_rest, killed| Results {
+            at_rest: vec![at_rest],
+            killed: vec![killed],
+        };
+        let missed = |at_rest, killed| results(at_rest, killed).missed();
+        assert!(missed(run(10.0, 0, 0), run(10.5, 2, 2)).is_empty());
+        let mut twice = run(10.0, 2, 2);
+        twice.duplicate_bytes = 1;
+        for (at_rest, killed, wanted) in [
+            (run(10.0, 0, 0), run(10.6, 2, 2), "times as long"),
+            (run(10.0, 0, 0), twice, "fetched twice"),
+            (run(10.0, 0, 1), run(10.0, 2, 2), "1 elections"),
+            (run(10.0, 0, 0), run(10.0, 0, 0), "--kill-every"),
+        ] {
+            let missed = missed(at_rest, killed);
+            assert_eq!(missed.len(), 1, "{missed:?}");
+            assert!(missed[0].contains(wanted), "{wanted}: {missed:?}");
+        }
+        assert_eq!(Results::default().missed().len(), 1);
     }
 }

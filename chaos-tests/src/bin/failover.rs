@@ -1,13 +1,13 @@
 //! `failover`: how long writes stop when the leader is lost, beside etcd on the same machine.
 
-use anyhow::{Context, Result, bail};
+use anyhow::{Context, Result, bail, ensure};
 use clap::{Parser, ValueEnum};
 use indicatif::{ProgressBar, ProgressStyle};
 use mooncake_chaos::{
     cluster, failover,
     failover::{Counts, Etcd, Fault, HandOver, Mooncake, Plan, Report, Subject, hand_over},
     process,
-    report::print_if_interrupted,
+    report::{exit_code, print_if_interrupted},
 };
 use parking_lot::Mutex;
 use std::{fs::File, path::PathBuf, process::ExitCode, sync::Arc, time::Duration};
@@ -16,8 +16,12 @@ use std::{fs::File, path::PathBuf, process::ExitCode, sync::Arc, time::Duration}
 ///
 /// Mooncake's three masters, a 3-member etcd with its default timers and one with 50/500 ms are up at once, each member
 /// in a network namespace of its own; they lose their leaders in turn, one at a time. Needs root, and Debian's iproute2,
-/// nftables, haproxy and etcd-server. Ctrl-C prints what was measured so far and removes all of it. Exit code 0 when all
-/// was measured, 1 when it was not.
+/// nftables, haproxy and etcd-server. Ctrl-C prints what was measured so far and removes all of it.
+///
+/// Exit code 0: all was measured, and Mooncake holds what is promised of it: without writes for at most 0.15 s (p50) and
+/// 0.7 s (p99) after a kill, 0.5 and 1.2 s after a freeze or a cut-off, no election without a fault, no failed write in a
+/// planned hand-over and p99 at most 0.1 s; 2: something of this does not hold; 1: it could not be measured. A p50 of less
+/// than 10 samples and a p99 of less than 100 are not judged, and it says so.
 #[derive(Parser)]
 #[command(version)]
 struct Arguments {
@@ -57,18 +61,11 @@ enum Whom {
 #[tokio::main]
 async fn main() -> ExitCode {
     let arguments = Arguments::parse();
-    match measure(&arguments).await {
-        Ok(errors) if errors.is_empty() => ExitCode::SUCCESS,
-        Ok(_) => ExitCode::FAILURE,
-        Err(error) => {
-            eprintln!("error: {error:#}");
-            ExitCode::FAILURE
-        }
-    }
+    exit_code(measure(&arguments).await)
 }
 
-/// The errors of clusters that fell out of the run; they are printed already.
-async fn measure(arguments: &Arguments) -> Result<Vec<String>> {
+/// Whether all holds that is promised; what does not is printed.
+async fn measure(arguments: &Arguments) -> Result<bool> {
     let counts = Counts {
         kills: arguments.kills,
         silences: arguments.silences,
@@ -109,7 +106,11 @@ async fn measure(arguments: &Arguments) -> Result<Vec<String>> {
     let report = report.lock();
     print(&report, json);
     done?;
-    Ok(report.errors())
+    ensure!(
+        report.errors().is_empty(),
+        "a cluster fell out of the run, see above"
+    );
+    Ok(report.verdict().missed.is_empty())
 }
 
 async fn all(arguments: &Arguments, plan: &Plan, hand_overs: usize, report: &Mutex<Report>) -> Result<()> {

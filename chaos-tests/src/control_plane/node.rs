@@ -9,7 +9,10 @@ use mooncake_proto::pb::session::{
 use parking_lot::Mutex;
 use std::{
     collections::VecDeque,
-    sync::atomic::{AtomicU64, Ordering},
+    sync::{
+        Arc,
+        atomic::{AtomicU64, Ordering},
+    },
     time::Duration,
 };
 use tokio::time::{Instant, MissedTickBehavior};
@@ -17,7 +20,9 @@ use tokio_util::sync::CancellationToken;
 
 /// As `mooncake_client` reports it (`PROGRESS_INTERVAL`).
 const PROGRESS: Duration = Duration::from_millis(200);
-/// Heartbeats whose answers are waited for.
+/// A heartbeat without an answer counts after this time, however a phase ends.
+const OVERDUE: Duration = Duration::from_secs(1);
+/// Heartbeats whose answers are waited for; one more, and the first of them counts as it is.
 const MAX_UNANSWERED: usize = 64;
 
 /// What all nodes of a fleet count together.
@@ -27,8 +32,56 @@ pub(super) struct Counts {
     pub(super) up: AtomicU64,
     /// Frames received.
     pub(super) down: AtomicU64,
-    /// Round trips of heartbeats, in microseconds.
-    pub(super) heartbeats_us: Mutex<Vec<u64>>,
+    /// Heartbeats of all nodes.
+    pub(super) heartbeats: Mutex<Vec<Arc<Mutex<Heartbeats>>>>,
+}
+
+/// Heartbeats of one node.
+#[derive(Default)]
+pub(super) struct Heartbeats {
+    unanswered: VecDeque<(u64, Instant)>,
+    /// Round trips in microseconds since [`Heartbeats::take`]; of one that is given up, its age then.
+    took_us: Vec<u64>,
+}
+
+impl Heartbeats {
+    fn sent(&mut self, sequence: u64) {
+        self.unanswered.push_back((sequence, Instant::now()));
+        if self.unanswered.len() > MAX_UNANSWERED {
+            self.give_up_first();
+        }
+    }
+
+    /// Whatever was sent before the answered one is answered with it.
+    fn answered(&mut self, answers: u64) {
+        while self
+            .unanswered
+            .front()
+            .is_some_and(|(first, _)| *first <= answers)
+        {
+            self.give_up_first();
+        }
+    }
+
+    /// From here on its time counts as it is.
+    fn give_up_first(&mut self) {
+        if let Some((_, sent)) = self.unanswered.pop_front() {
+            self.took_us.push(sent.elapsed().as_micros() as u64);
+        }
+    }
+
+    /// All since the last call, in microseconds. Those that have waited for longer than [`OVERDUE`] count with what they
+    /// have waited so far: a master that says nothing must not look quick.
+    pub(super) fn take(&mut self) -> Vec<u64> {
+        let mut took = std::mem::take(&mut self.took_us);
+        let waiting = self.unanswered.iter().map(|(_, sent)| sent.elapsed());
+        took.extend(
+            waiting
+                .filter(|age| *age >= OVERDUE)
+                .map(|age| age.as_micros() as u64),
+        );
+        took
+    }
 }
 
 /// What the fleet's model is like.
@@ -77,17 +130,15 @@ impl Node<'_> {
         heartbeats.set_missed_tick_behavior(MissedTickBehavior::Delay);
         let mut progress = tokio::time::interval(PROGRESS);
         progress.set_missed_tick_behavior(MissedTickBehavior::Delay);
-        let mut unanswered: VecDeque<(u64, Instant)> = VecDeque::new();
+        let beats = Arc::new(Mutex::new(Heartbeats::default()));
+        self.counts.heartbeats.lock().push(Arc::clone(&beats));
         let (mut sequence, mut task) = (0, None::<Task>);
         loop {
             tokio::select! {
                 () = stop.cancelled() => return Ok(()),
                 _ = heartbeats.tick() => {
                     sequence += 1;
-                    unanswered.push_back((sequence, Instant::now()));
-                    if unanswered.len() > MAX_UNANSWERED {
-                        unanswered.pop_front();
-                    }
+                    beats.lock().sent(sequence);
                     self.send(Up::Heartbeat(pb::Heartbeat { sequence, free_bytes: 1 << 40, answers: 0 })).await?;
                 }
                 _ = progress.tick(), if task.is_some() => {
@@ -103,16 +154,7 @@ impl Node<'_> {
                     let frame = frame.with_context(|| format!("node {}", self.id))?;
                     self.counts.down.fetch_add(1, Ordering::Relaxed);
                     match frame {
-                        Down::Heartbeat(beat) => {
-                            // Answers come in order.
-                            while unanswered.front().is_some_and(|(first, _)| *first <= beat.answers) {
-                                let (first, sent) = unanswered.pop_front().expect("looked at");
-                                if first == beat.answers {
-                                    let us = sent.elapsed().as_micros() as u64;
-                                    self.counts.heartbeats_us.lock().push(us);
-                                }
-                            }
-                        }
+                        Down::Heartbeat(beat) => beats.lock().answered(beat.answers),
                         Down::Order(order) => self.obey(order, &mut task).await?,
                         Down::Redirect(_) | Down::Refused(_) => bail!("node {}: the master sent it away", self.id),
                         Down::Welcome(_) | Down::BlobPart(_) => {}
@@ -219,5 +261,31 @@ impl Node<'_> {
 
     fn path(&self) -> String {
         format!("/models/{}", self.id)
+    }
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+
+    #[tokio::test(flavor = "current_thread")]
+    async fn a_heartbeat_without_an_answer_does_not_vanish() {
+        let mut beats = Heartbeats::default();
+        beats.sent(1);
+        beats.sent(2);
+        assert!(beats.take().is_empty(), "they were sent a moment ago");
+        beats.answered(2);
+        assert_eq!(beats.take().len(), 2);
+        for sequence in 3..=3 + MAX_UNANSWERED as u64 {
+            beats.sent(sequence);
+        }
+        assert_eq!(beats.take().len(), 1, "one more than are waited for");
+        let long_ago = Instant::now()
+            .checked_sub(OVERDUE * 2)
+            .expect("the machine is up longer");
+        beats.unanswered.push_front((0, long_ago));
+        let took = beats.take();
+        assert_eq!(took.len(), 1, "{took:?}");
+        assert!(took[0] >= 2_000_000, "{took:?}");
     }
 }

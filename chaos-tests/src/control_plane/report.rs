@@ -2,7 +2,7 @@
 
 use super::{
     fleet,
-    rates::{self, Kind, Measured, Rates},
+    rates::{self, ETCD, Kind, Measured, Rates},
 };
 use crate::report::{load_average, machine_line, median_and_worst, right, table};
 use serde_json::{Value, json};
@@ -18,7 +18,7 @@ pub struct Report {
     plan: rates::Plan,
     fleet_plan: fleet::Plan,
     /// Beside etcd.
-    pub rates: Option<Rates>,
+    pub rates: Rates,
     /// The simulated nodes.
     pub fleet: Option<fleet::Measured>,
 }
@@ -31,29 +31,37 @@ impl Report {
             load_before: load_average(),
             plan,
             fleet_plan,
-            rates: None,
+            rates: Rates::new(),
             fleet: None,
         }
+    }
+
+    /// What one loop brought.
+    pub(super) fn add_rate(&mut self, kind: Kind, subject: &'static str, measured: Measured) {
+        self.rates.entry((kind, subject)).or_default().add(measured);
     }
 
     /// What does not hold.
     pub fn broken(&self) -> Vec<String> {
         let mut broken = Vec::new();
-        for ((kind, subject), measured) in self.rates.iter().flatten() {
+        for ((kind, subject), measured) in &self.rates {
             if measured.failed > 0 {
-                broken.push(format!("{subject}: {} {} failed", measured.failed, kind.name()));
+                let first = measured.first_failure.as_deref().unwrap_or("not known");
+                let (failed, what) = (measured.failed, kind.name());
+                broken.push(format!("{subject}: {failed} {what} failed, the first: {first}"));
             }
         }
         if let Some(fleet) = &self.fleet {
             let per_target = fleet.entries as f64 / self.fleet_plan.nodes as f64;
             let (before, after) = fleet.terms;
+            let idle_cores = fleet.idle.as_ref().map_or(0.0, |idle| idle.leader_cores);
+            if let Some(why) = &fleet.ended {
+                broken.push(format!("a node's session ended before its time: {why}"));
+            }
             let checks = [
                 (
-                    fleet.idle.leader_cores <= IDLE_CORES,
-                    format!(
-                        "the idle leader takes {:.2} of a core, not at most {IDLE_CORES}",
-                        fleet.idle.leader_cores
-                    ),
+                    idle_cores <= IDLE_CORES,
+                    format!("the idle leader takes {idle_cores:.2} of a core, not at most {IDLE_CORES}"),
                 ),
                 (
                     per_target <= ENTRIES_PER_TARGET,
@@ -77,13 +85,15 @@ impl Report {
     /// For people.
     pub fn text(&self) -> String {
         let mut text = machine_line(self.load_before, self.began);
-        if let Some(rates) = &self.rates {
+        if !self.rates.is_empty() {
+            let rates = &self.rates;
             let _ = writeln!(
                 text,
-                "\n{} callers, {} rounds of {} s each, in turn; through HAProxy; rates are medians.",
+                "\n{} callers, each with a connection of its own to one of three members; {} rounds of {:.1} s of each \
+                 kind, in turn; rates are medians.",
                 self.plan.callers,
                 self.plan.rounds,
-                self.plan.lasts.as_secs()
+                self.plan.lasts.as_secs_f64()
             );
             let mut rows = table(&[
                 "what", "whom", "per s", "to etcd", "p50 ms", "p99 ms", "max ms", "failed",
@@ -91,7 +101,7 @@ impl Report {
             for ((kind, subject), measured) in rates {
                 rows.add_row(vec![
                     kind.name().into(),
-                    subject.into(),
+                    (*subject).into(),
                     right(format!("{:.0}", rate(measured))),
                     right(to_etcd(rates, *kind, subject).map_or("-".into(), |ratio| format!("{ratio:.2} x"))),
                     right(format!("{:.1}", measured.ms_at(0.5))),
@@ -124,6 +134,7 @@ impl Report {
                 "max ms",
             ]);
             for (name, phase) in [("idle", &fleet.idle), ("job", &fleet.job)] {
+                let Some(phase) = phase else { continue };
                 let [p50, p99, max] = phase.heartbeat_ms;
                 rows.add_row(vec![
                     name.into(),
@@ -155,7 +166,7 @@ impl Report {
     /// For machines: an object per row.
     pub fn json_lines(&self) -> Vec<Value> {
         let mut lines = Vec::new();
-        for ((kind, subject), measured) in self.rates.iter().flatten() {
+        for ((kind, subject), measured) in &self.rates {
             lines.push(json!({
                 "kind": "rate",
                 "what": kind.name(),
@@ -167,6 +178,7 @@ impl Report {
                 "p99_ms": measured.ms_at(0.99),
                 "max_ms": measured.ms_at(1.0),
                 "failed": measured.failed,
+                "rounds": measured.rates.len(),
             }));
         }
         if let Some(fleet) = &self.fleet {
@@ -186,8 +198,8 @@ impl Report {
                 "nodes": self.fleet_plan.nodes,
                 "chunks": self.fleet_plan.chunks,
                 "joined_s": fleet.joined_s,
-                "idle": phase(&fleet.idle),
-                "job": phase(&fleet.job),
+                "idle": fleet.idle.as_ref().map(phase),
+                "job": fleet.job.as_ref().map(phase),
                 "log_entries": fleet.entries,
                 "leader_peak_bytes": fleet.leader_peak_bytes,
                 "terms": [fleet.terms.0, fleet.terms.1],
@@ -202,16 +214,16 @@ fn rate(measured: &Measured) -> f64 {
     median_and_worst(measured.rates.iter().copied()).map_or(0.0, |(median, _)| median)
 }
 
-fn to_etcd(rates: &Rates, kind: Kind, subject: &str) -> Option<f64> {
-    let etcd = rates
-        .iter()
-        .find(|((of, name), _)| *of == kind && name.starts_with("etcd") && name != subject)?;
-    Some(rate(rates.get(&(kind, subject.to_owned()))?) / rate(etcd.1))
+fn to_etcd(rates: &Rates, kind: Kind, subject: &'static str) -> Option<f64> {
+    if subject == ETCD {
+        return None;
+    }
+    Some(rate(rates.get(&(kind, subject))?) / rate(rates.get(&(kind, ETCD))?))
 }
 
 #[cfg(test)]
 mod tests {
-    use super::*;
+    use super::{super::rates::MOONCAKE, *};
     use std::time::Duration;
 
     fn report() -> Report {
@@ -237,19 +249,24 @@ mod tests {
             entries: 200,
             ..Default::default()
         };
-        fleet.idle.leader_cores = 0.2;
+        let idle = |leader_cores| fleet::Phase {
+            leader_cores,
+            ..Default::default()
+        };
+        fleet.idle = Some(idle(0.2));
         report.fleet = Some(fleet.clone());
         assert!(report.broken().is_empty(), "{:?}", report.broken());
         fleet.entries = 201;
-        fleet.idle.leader_cores = 0.21;
+        fleet.idle = Some(idle(0.21));
+        fleet.ended = Some("node 1".into());
         fleet.terms = (1, 2);
         report.fleet = Some(fleet);
         let failed = Measured {
             failed: 1,
             ..Default::default()
         };
-        report.rates = Some(Rates::from([((Kind::Read, "mooncake".into()), failed)]));
-        assert_eq!(report.broken().len(), 4, "{:?}", report.broken());
+        report.add_rate(Kind::Read, MOONCAKE, failed);
+        assert_eq!(report.broken().len(), 5, "{:?}", report.broken());
         assert!(report.text().contains("does not hold"));
     }
 
@@ -260,10 +277,10 @@ mod tests {
             ..Default::default()
         };
         let mut rates = Rates::new();
-        rates.insert((Kind::Create, "mooncake".into()), of(&[30.0, 10.0, 20.0]));
-        rates.insert((Kind::Create, "etcd, defaults".into()), of(&[10.0]));
-        assert_eq!(to_etcd(&rates, Kind::Create, "mooncake"), Some(2.0));
-        assert_eq!(to_etcd(&rates, Kind::Create, "etcd, defaults"), None);
-        assert_eq!(to_etcd(&rates, Kind::Read, "mooncake"), None);
+        rates.insert((Kind::Create, MOONCAKE), of(&[30.0, 10.0, 20.0]));
+        rates.insert((Kind::Create, ETCD), of(&[10.0]));
+        assert_eq!(to_etcd(&rates, Kind::Create, MOONCAKE), Some(2.0));
+        assert_eq!(to_etcd(&rates, Kind::Create, ETCD), None);
+        assert_eq!(to_etcd(&rates, Kind::Read, MOONCAKE), None);
     }
 }

@@ -1,14 +1,18 @@
 //! Debian's etcd under the same measurement, as the yardstick.
 
-use super::{Asker, Fault, Subject, asker, cut_off, testbed};
+use super::{Asker, Fault, GIVE_UP, Subject, WRITE_TIMEOUT, cut_off, etcd_rpc::Kv, testbed};
 use crate::{
     process::Process,
     testbed::{Balancer, Testbed, master_host},
 };
 use anyhow::{Context, Result, ensure};
+use bytes::Bytes;
 use futures_util::{FutureExt, future::BoxFuture};
 use serde_json::{Value, json};
-use std::{path::Path, time::Duration};
+use std::{
+    path::Path,
+    time::{Duration, Instant},
+};
 
 const PROGRAM: &str = "/usr/bin/etcd";
 const CLIENT_PORT: u16 = 2379;
@@ -28,7 +32,8 @@ pub fn etcd_is_there(wanted: bool, without: &str) -> Result<()> {
 }
 
 /// Three members behind HAProxy, on the hosts that masters have. Every write is a `put` of a value of the size of a
-/// small job through the HTTP gateway; a member that does not lead passes it on, as a master does.
+/// small job through the HTTP gateway; a member that does not lead passes it on, as a master does. (Rates are measured over
+/// gRPC, see [`Etcd::putters`]: the gateway is not what etcd's own clients use, and would be the limit.)
 pub struct Etcd {
     bed: Testbed,
     members: Vec<Process>,
@@ -95,15 +100,39 @@ impl Etcd {
         })
     }
 
-    /// Puts as [`Subject::write`] does.
-    pub fn putter(&self) -> Asker {
-        asker(self.put())
+    /// Callers over gRPC, each with a connection of its own to one member; members by turns. Puts of a value of this size
+    /// under keys that begin with `prefix` and end with a number.
+    pub fn putters(&self, callers: usize, prefix: &str, value_bytes: usize) -> Result<Vec<Asker>> {
+        let value = Bytes::from(vec![b'v'; value_bytes]);
+        let ask = |kv: Kv| -> Asker {
+            let (prefix, value) = (prefix.to_owned(), value.clone());
+            Box::new(move |number| {
+                let (kv, value, key) = (kv.clone(), value.clone(), format!("{prefix}{number}"));
+                async move { kv.put(key.into(), value).await }.boxed()
+            })
+        };
+        Ok(self.connect(callers)?.into_iter().map(ask).collect())
     }
 
-    /// Ranges over the key that is written.
-    pub fn reader(&self, stale: bool) -> Asker {
-        let body = json!({ "key": KEY, "serializable": stale });
-        asker(self.post("range").json(&body))
+    /// The same, ranges over one key that is there.
+    pub fn readers(&self, callers: usize, key: &str, stale: bool) -> Result<Vec<Asker>> {
+        let key = Bytes::from(key.to_owned());
+        let ask = |kv: Kv| -> Asker {
+            let key = key.clone();
+            Box::new(move |_| {
+                let (kv, key) = (kv.clone(), key.clone());
+                async move { kv.get(key, stale).await.map(drop) }.boxed()
+            })
+        };
+        Ok(self.connect(callers)?.into_iter().map(ask).collect())
+    }
+
+    fn connect(&self, callers: usize) -> Result<Vec<Kv>> {
+        let connect = |caller| {
+            let host = self.bed.network.host(&master_host(caller % MEMBERS))?.address;
+            Kv::new(&format!("http://{host}:{CLIENT_PORT}"), WRITE_TIMEOUT)
+        };
+        (0..callers).map(connect).collect()
     }
 
     fn put(&self) -> reqwest::RequestBuilder {
@@ -168,11 +197,16 @@ impl Subject for Etcd {
 
     fn settled(&mut self) -> BoxFuture<'_, Result<(usize, u64)>> {
         async {
+            let deadline = Instant::now() + GIVE_UP;
             loop {
-                if let Ok(found) = self.look().await {
-                    return Ok(found);
+                match self.look().await {
+                    Ok(found) => return Ok(found),
+                    Err(error) if Instant::now() >= deadline => {
+                        let why = format!("{} does not settle within {GIVE_UP:?}", self.name);
+                        return Err(error.context(why));
+                    }
+                    Err(_) => tokio::time::sleep(super::POLL).await,
                 }
-                tokio::time::sleep(super::POLL).await;
             }
         }
         .boxed()

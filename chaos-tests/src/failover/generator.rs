@@ -1,18 +1,39 @@
 //! The generator of an overload: a process of its own, pinned to one core, so that it takes from the masters no more
 //! than that.
 
+//!
+//! It has to offer what it is told however busy the machine is, or it measures itself: bodies are encoded once, answers
+//! are read whole so that connections are used again, and it runs before others that want its core.
+
+use super::mooncake::Create;
 use anyhow::{Context, Result, ensure};
-use reqwest::StatusCode;
+use bytes::Bytes;
+use http_body_util::{BodyExt, Full};
+use hyper::{StatusCode, Uri, header::CONTENT_TYPE};
+use hyper_util::{
+    client::legacy::{Client, connect::HttpConnector},
+    rt::TokioExecutor,
+};
+use parking_lot::Mutex;
 use serde::{Deserialize, Serialize};
 use serde_json::Value;
 use std::{
     collections::BTreeMap,
+    sync::Arc,
     time::{Duration, Instant},
 };
-use tokio::{sync::mpsc, task::JoinSet};
+use tokio_util::task::TaskTracker;
 
 /// The one argument of the generator; see [`main`].
 pub const FLAG: &str = "--as-generator";
+/// Writes without an answer, and writes that were offered but not sent, among the statuses of [`Generated::writes`].
+pub const UNANSWERED: &str = "unanswered";
+/// See [`UNANSWERED`].
+pub const NOT_SENT: &str = "not sent";
+/// The generator runs before others that want its core.
+const NICENESS: i32 = -10;
+/// What is due is sent so often.
+const SEND_EVERY: Duration = Duration::from_millis(1);
 /// How long one request may take before it counts as unanswered.
 pub(super) const TIMEOUT: Duration = Duration::from_secs(30);
 /// Writes under way at once. What is offered beyond it is counted as not sent: a generator that queues without end
@@ -52,7 +73,7 @@ pub struct Offer {
 /// What came of it.
 #[derive(Clone, Debug, Default, Serialize, Deserialize)]
 pub struct Generated {
-    /// Writes by HTTP status; `unanswered` and `not sent` beside them.
+    /// Writes by HTTP status; [`UNANSWERED`] and [`NOT_SENT`] beside them.
     pub writes: BTreeMap<String, u64>,
     /// Answers of 429 and 503 without `Retry-After`.
     pub without_retry_after: u64,
@@ -64,20 +85,6 @@ pub struct Generated {
     pub polls_refused: u64,
 }
 
-enum Event {
-    Wrote {
-        status: String,
-        took: Duration,
-        retry_after: bool,
-    },
-    PollSent(usize),
-    PollEnded {
-        number: usize,
-        refused: bool,
-        retry_after: bool,
-    },
-}
-
 /// The generator's whole life: the offer on the first line of standard input, what came of it on one of standard
 /// output. The polls stay open until standard input ends: ten thousand callers that hang up at once are a load of
 /// another kind.
@@ -87,164 +94,187 @@ pub fn main() -> Result<()> {
     let offer: Offer = serde_json::from_str(&input).context("the offer on standard input")?;
     allow_files((offer.polls + MAX_WRITES) as u64 + SPARE_FILES)?;
     pin_to(&[offer.core])?;
+    // Refused without the right to it: then it waits for its turn behind masters, and may not offer what it should.
+    let _ = rustix::process::setpriority_process(None, NICENESS);
     let runtime = tokio::runtime::Builder::new_current_thread()
         .enable_all()
         .build()?;
     let done = runtime.block_on(generate(&offer));
-    // A read of standard input that was left behind must not hold up the end.
+    // Polls, and a read of standard input that was left behind, must not hold up the end.
     runtime.shutdown_background();
     done
 }
 
 async fn generate(offer: &Offer) -> Result<()> {
-    let http = crate::cluster::http_client()?;
-    let (events, mut seen) = mpsc::unbounded_channel();
-    let mut tasks = JoinSet::new();
-    let mut polls = Polls::new(offer.polls);
-    let mut outcome = Generated::default();
-    let writers: Vec<_> = offer
-        .endpoints
-        .iter()
-        .map(|to| super::mooncake::writer(http.clone(), to, offer.body.clone(), "load-".into()))
-        .collect();
-
+    let http = Client::builder(TokioExecutor::new()).build_http();
+    let seen = Arc::new(Mutex::new(Seen::new(offer.polls)));
     let mut opening = tokio::time::interval(Duration::from_secs(1) / OPEN_PER_S);
     opening.set_missed_tick_behavior(tokio::time::MissedTickBehavior::Burst);
     for number in 0..offer.polls {
         opening.tick().await;
         let to = &offer.endpoints[number % offer.endpoints.len()];
         let url = format!("{to}{}/{}?wait={POLL_WAIT}", super::mooncake::JOBS, offer.waiting);
-        tasks.spawn(poll(http.clone(), url, number, events.clone()));
-        while let Ok(event) = seen.try_recv() {
-            polls.take(event, &mut outcome);
-        }
+        tokio::spawn(poll(http.clone(), url.parse()?, number, Arc::clone(&seen)));
     }
+    // The last ones are held by then, or refused.
+    tokio::time::sleep(HELD_AFTER).await;
 
+    let create = Create::new(&offer.body);
+    let to: Vec<Uri> = offer
+        .endpoints
+        .iter()
+        .map(|to| format!("{to}{}", super::mooncake::JOBS).parse())
+        .collect::<Result<_, _>>()?;
+    let writes = TaskTracker::new();
     let lasts = Duration::from_millis(offer.lasts_ms);
-    let (middle, end) = (tokio::time::sleep(lasts / 2), tokio::time::sleep(lasts));
-    tokio::pin!(middle, end);
-    let mut ticks = tokio::time::interval(Duration::from_secs(1) / offer.writes_per_s);
-    ticks.set_missed_tick_behavior(tokio::time::MissedTickBehavior::Burst);
-    let (mut number, mut looked) = (0u64, false);
-    loop {
-        tokio::select! {
-            () = &mut end => break,
-            () = &mut middle, if !looked => {
-                looked = true;
-                outcome.polls_held = polls.held();
-            }
-            _ = ticks.tick() => {
-                if polls.writes_under_way >= MAX_WRITES {
-                    *outcome.writes.entry("not sent".into()).or_default() += 1;
-                    continue;
-                }
-                polls.writes_under_way += 1;
-                tasks.spawn(write(writers[number as usize % writers.len()](number), events.clone()));
-                number += 1;
-            }
-            Some(event) = seen.recv() => polls.take(event, &mut outcome),
-            Some(_) = tasks.join_next() => {}
+    let all = (lasts.as_secs_f64() * f64::from(offer.writes_per_s)).round() as usize;
+    let began = Instant::now();
+    let (mut offered, mut polls_held) = (0, None);
+    let mut ticks = tokio::time::interval(SEND_EVERY);
+    ticks.set_missed_tick_behavior(tokio::time::MissedTickBehavior::Delay);
+    while offered < all {
+        ticks.tick().await;
+        let elapsed = began.elapsed();
+        if elapsed >= lasts / 2 && polls_held.is_none() {
+            polls_held = Some(seen.lock().polls_held());
         }
-    }
-    // What is under way was offered: it is answered, or counts as not.
-    let until = tokio::time::Instant::now() + TIMEOUT;
-    while polls.writes_under_way > 0 {
-        match tokio::time::timeout_at(until, seen.recv()).await {
-            Ok(Some(event)) => polls.take(event, &mut outcome),
-            _ => break,
+        let due = (elapsed.as_secs_f64() * f64::from(offer.writes_per_s)) as usize;
+        for number in offered..due.min(all) {
+            if writes.len() >= MAX_WRITES {
+                seen.lock().not_sent += 1;
+                continue;
+            }
+            let request = hyper::Request::post(&to[number % to.len()])
+                .header(CONTENT_TYPE, "application/json")
+                .body(Full::from(create.body(&format!("load-{number}"))))?;
+            writes.spawn(write(http.clone(), request, Arc::clone(&seen)));
         }
+        offered = offered.max(due.min(all));
     }
-    outcome.acknowledged_us.sort_unstable();
-    println!("{}", serde_json::to_string(&outcome)?);
+    // What is under way was offered: it is answered, or counts as not; no write is under way for longer than its time-out.
+    writes.close();
+    writes.wait().await;
+    println!(
+        "{}",
+        serde_json::to_string(&seen.lock().outcome(polls_held.unwrap_or(0)))?
+    );
     tokio::task::spawn_blocking(|| std::io::copy(&mut std::io::stdin(), &mut std::io::sink())).await??;
-    tasks.shutdown().await;
     Ok(())
 }
 
-async fn poll(http: reqwest::Client, url: String, number: usize, events: mpsc::UnboundedSender<Event>) {
+type Http = Client<HttpConnector, Full<Bytes>>;
+
+/// The status, and whether an answer that says "later" says when. The whole answer is read, so that the connection can
+/// be used again.
+async fn ask(http: Http, request: hyper::Request<Full<Bytes>>) -> Result<(StatusCode, bool)> {
+    let (head, body) = http.request(request).await?.into_parts();
+    body.collect().await?;
+    let later = [StatusCode::TOO_MANY_REQUESTS, StatusCode::SERVICE_UNAVAILABLE];
+    let says_when = !later.contains(&head.status) || head.headers.contains_key("retry-after");
+    Ok((head.status, says_when))
+}
+
+async fn poll(http: Http, url: Uri, number: usize, seen: Arc<Mutex<Seen>>) {
     loop {
-        let _ = events.send(Event::PollSent(number));
-        let answer = http.get(&url).timeout(POLL_TIMEOUT).send().await;
-        let (refused, retry_after) = match &answer {
-            Ok(answer) if answer.status() == StatusCode::OK => (false, true),
-            Ok(answer) => (true, says_when(answer)),
-            Err(_) => (true, true),
-        };
-        let ended = Event::PollEnded {
-            number,
-            refused,
-            retry_after,
-        };
-        let _ = events.send(ended);
-        if refused {
+        seen.lock().polls[number].sent = Some(Instant::now());
+        let mut request = hyper::Request::new(Full::default());
+        *request.uri_mut() = url.clone();
+        let answer = tokio::time::timeout(POLL_TIMEOUT, ask(http.clone(), request)).await;
+        let good = seen.lock().poll_ended(number, answer.ok().and_then(Result::ok));
+        if !good {
             tokio::time::sleep(REOPEN).await;
         }
     }
 }
 
-async fn write(write: super::Write, events: mpsc::UnboundedSender<Event>) {
+async fn write(http: Http, request: hyper::Request<Full<Bytes>>, seen: Arc<Mutex<Seen>>) {
     let sent = Instant::now();
-    let (status, retry_after) = match tokio::time::timeout(TIMEOUT, write).await {
-        Ok(Ok(answer)) => (answer.status().as_u16().to_string(), says_when(&answer)),
-        _ => ("unanswered".to_owned(), true),
-    };
-    let _ = events.send(Event::Wrote {
-        status,
-        took: sent.elapsed(),
-        retry_after,
-    });
+    let answer = tokio::time::timeout(TIMEOUT, ask(http, request)).await;
+    seen.lock()
+        .wrote(sent.elapsed(), answer.ok().and_then(Result::ok));
 }
 
-/// 429 and 503 must say when to come back.
-fn says_when(answer: &reqwest::Response) -> bool {
-    let later = [StatusCode::TOO_MANY_REQUESTS, StatusCode::SERVICE_UNAVAILABLE];
-    !later.contains(&answer.status()) || answer.headers().contains_key("retry-after")
+#[derive(Clone, Copy, Default)]
+struct Poll {
+    /// If it is not answered.
+    sent: Option<Instant>,
+    /// Whether the one before it was held to its end.
+    before: bool,
 }
 
-/// What is under way.
-struct Polls {
-    /// When each was sent, if it is not answered.
-    sent: Vec<Option<Instant>>,
-    writes_under_way: usize,
+/// What was seen so far.
+struct Seen {
+    polls: Vec<Poll>,
+    polls_refused: u64,
+    without_retry_after: u64,
+    statuses: BTreeMap<StatusCode, u64>,
+    unanswered: u64,
+    not_sent: u64,
+    acknowledged_us: Vec<u64>,
 }
 
-impl Polls {
-    fn new(count: usize) -> Self {
+impl Seen {
+    fn new(polls: usize) -> Self {
         Self {
-            sent: vec![None; count],
-            writes_under_way: 0,
+            polls: vec![Poll::default(); polls],
+            polls_refused: 0,
+            without_retry_after: 0,
+            statuses: BTreeMap::new(),
+            unanswered: 0,
+            not_sent: 0,
+            acknowledged_us: Vec::new(),
         }
     }
 
-    fn held(&self) -> usize {
-        let held = |sent: &&Option<Instant>| sent.is_some_and(|at| at.elapsed() >= HELD_AFTER);
-        self.sent.iter().filter(held).count()
+    /// One that was sent again a moment ago is held if the one before it was.
+    fn polls_held(&self) -> usize {
+        let held = |poll: &&Poll| {
+            poll.sent
+                .is_some_and(|at| poll.before || at.elapsed() >= HELD_AFTER)
+        };
+        self.polls.iter().filter(held).count()
     }
 
-    fn take(&mut self, event: Event, outcome: &mut Generated) {
-        match event {
-            Event::Wrote {
-                status,
-                took,
-                retry_after,
-            } => {
-                self.writes_under_way -= 1;
-                if status == "201" {
-                    outcome.acknowledged_us.push(took.as_micros() as u64);
-                }
-                outcome.without_retry_after += u64::from(!retry_after);
-                *outcome.writes.entry(status).or_default() += 1;
+    /// Whether it was held to its end.
+    fn poll_ended(&mut self, number: usize, answer: Option<(StatusCode, bool)>) -> bool {
+        let good = answer.is_some_and(|(status, _)| status == StatusCode::OK);
+        self.polls[number] = Poll {
+            sent: None,
+            before: good,
+        };
+        self.polls_refused += u64::from(!good);
+        self.without_retry_after += u64::from(answer.is_some_and(|(_, says_when)| !says_when));
+        good
+    }
+
+    fn wrote(&mut self, took: Duration, answer: Option<(StatusCode, bool)>) {
+        let Some((status, says_when)) = answer else {
+            self.unanswered += 1;
+            return;
+        };
+        if status == StatusCode::CREATED {
+            self.acknowledged_us.push(took.as_micros() as u64);
+        }
+        self.without_retry_after += u64::from(!says_when);
+        *self.statuses.entry(status).or_default() += 1;
+    }
+
+    fn outcome(&self, polls_held: usize) -> Generated {
+        let statuses = self.statuses.iter();
+        let mut writes: BTreeMap<String, u64> = statuses.map(|(s, n)| (s.as_u16().to_string(), *n)).collect();
+        for (name, count) in [(UNANSWERED, self.unanswered), (NOT_SENT, self.not_sent)] {
+            if count > 0 {
+                writes.insert(name.into(), count);
             }
-            Event::PollSent(number) => self.sent[number] = Some(Instant::now()),
-            Event::PollEnded {
-                number,
-                refused,
-                retry_after,
-            } => {
-                self.sent[number] = None;
-                outcome.polls_refused += u64::from(refused);
-                outcome.without_retry_after += u64::from(!retry_after);
-            }
+        }
+        let mut acknowledged_us = self.acknowledged_us.clone();
+        acknowledged_us.sort_unstable();
+        Generated {
+            writes,
+            without_retry_after: self.without_retry_after,
+            acknowledged_us,
+            polls_held,
+            polls_refused: self.polls_refused,
         }
     }
 }
@@ -292,4 +322,39 @@ pub(crate) fn allow_files(wanted: u64) -> Result<()> {
         maximum,
     };
     setrlimit(Resource::Nofile, limit).with_context(|| format!("raising the limit of open files to {wanted}"))
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+
+    #[test]
+    fn what_is_seen_is_counted() {
+        let mut seen = Seen::new(3);
+        let long_ago = Instant::now().checked_sub(HELD_AFTER);
+        seen.polls[0].sent = long_ago;
+        seen.polls[1].sent = Some(Instant::now());
+        seen.polls[2].sent = long_ago;
+        assert_eq!(seen.polls_held(), 2, "one was just sent");
+        assert!(seen.poll_ended(0, Some((StatusCode::OK, true))));
+        assert_eq!(seen.polls_held(), 1);
+        seen.polls[0].sent = Some(Instant::now());
+        assert_eq!(seen.polls_held(), 2, "sent again after one that was held");
+        assert!(!seen.poll_ended(1, Some((StatusCode::TOO_MANY_REQUESTS, false))));
+        assert!(!seen.poll_ended(2, None));
+        seen.wrote(Duration::from_micros(7), Some((StatusCode::CREATED, true)));
+        seen.wrote(Duration::ZERO, Some((StatusCode::SERVICE_UNAVAILABLE, false)));
+        seen.wrote(Duration::ZERO, None);
+        let outcome = seen.outcome(3);
+        let writes = outcome
+            .writes
+            .iter()
+            .map(|(status, count)| (status.as_str(), *count));
+        assert_eq!(
+            writes.collect::<Vec<_>>(),
+            [("201", 1), ("503", 1), (UNANSWERED, 1)]
+        );
+        assert_eq!(outcome.acknowledged_us, [7]);
+        assert_eq!((outcome.polls_refused, outcome.without_retry_after), (2, 2));
+    }
 }

@@ -1,6 +1,6 @@
 //! Planned hand-overs under load: how many requests fail, and how long a write takes while leadership moves.
 
-use super::{GIVE_UP, MAX_WRITES, Mooncake, Subject, mooncake::created};
+use super::{GIVE_UP, MAX_WRITES, Mooncake, Subject, WRITE_TIMEOUT, mooncake::created};
 use anyhow::{Context, Result};
 use std::{
     sync::Arc,
@@ -10,6 +10,10 @@ use tokio::{
     sync::{Semaphore, mpsc},
     task::JoinSet,
 };
+use tokio_util::sync::CancellationToken;
+
+/// How long the writes that are still under way at the end may take: each has its own time-out before that.
+const DRAIN: Duration = WRITE_TIMEOUT.saturating_mul(2);
 
 /// How leadership is made to move.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
@@ -57,7 +61,8 @@ struct Written {
     error: Option<String>,
 }
 
-/// Hands over `count` times at `per_second` writes. Nothing is repeated: what fails, fails.
+/// Hands over `count` times at `per_second` writes. Nothing is repeated: what fails, fails. Every write that was sent is
+/// in the result, those that were under way at the end too.
 pub async fn hand_over(
     subject: &mut Mooncake,
     how: HandOver,
@@ -70,27 +75,35 @@ pub async fn hand_over(
     let turns = Arc::new(Semaphore::new(MAX_WRITES));
     subject.begin_series();
     let writer = subject.writer();
+    let stop = CancellationToken::new();
+    // Also where something fails below.
+    let _stopped = stop.clone().drop_guard();
     let load = tokio::spawn({
-        let moving = Arc::clone(&moving);
+        let (moving, stop) = (Arc::clone(&moving), stop.clone());
         async move {
             let mut ticks = tokio::time::interval(Duration::from_secs(1) / per_second);
             ticks.set_missed_tick_behavior(tokio::time::MissedTickBehavior::Burst);
             let mut writes = JoinSet::new();
             for number in 0u64.. {
-                ticks.tick().await;
-                while writes.try_join_next().is_some() {}
-                let Ok(turn) = Arc::clone(&turns).acquire_owned().await else {
-                    return;
+                let next = async {
+                    ticks.tick().await;
+                    Arc::clone(&turns).acquire_owned().await
                 };
+                let Some(Ok(turn)) = stop.run_until_cancelled(next).await else {
+                    break;
+                };
+                while writes.try_join_next().is_some() {}
                 let (write, written) = (writer(number), written.clone());
                 let moving = Arc::clone(&moving);
                 let sent = Instant::now();
                 let mut during = moving.load(std::sync::atomic::Ordering::Relaxed);
                 writes.spawn(async move {
-                    let error = match tokio::time::timeout(super::WRITE_TIMEOUT, write).await {
-                        Ok(Ok(answer)) => created(answer).err().map(|error| format!("{error:#}")),
+                    // An answer that breaks off is a failed request too.
+                    let whole = async { anyhow::Ok(created(write.await?)?.bytes().await?) };
+                    let error = match tokio::time::timeout(WRITE_TIMEOUT, whole).await {
+                        Ok(Ok(_)) => None,
                         Ok(Err(error)) => Some(format!("{error:#}")),
-                        Err(_) => Some("no answer in time".to_owned()),
+                        Err(_) => Some(format!("no answer within {WRITE_TIMEOUT:?}")),
                     };
                     during |= moving.load(std::sync::atomic::Ordering::Relaxed);
                     let took = sent.elapsed();
@@ -98,6 +111,7 @@ pub async fn hand_over(
                     drop(turn);
                 });
             }
+            while writes.join_next().await.is_some() {}
         }
     });
     for number in 0..count {
@@ -123,8 +137,10 @@ pub async fn hand_over(
     tokio::time::timeout(GIVE_UP, subject.settled())
         .await
         .context("the masters do not settle")??;
-    load.abort();
-    let _ = load.await;
+    stop.cancel();
+    tokio::time::timeout(DRAIN, load)
+        .await
+        .with_context(|| format!("writes are still under way {DRAIN:?} after the last was sent"))??;
     let mut cost = Cost {
         count,
         ..Cost::default()

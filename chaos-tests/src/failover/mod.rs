@@ -11,6 +11,7 @@
 //! takes some milliseconds to be complete on all hosts; they count.
 
 mod etcd;
+mod etcd_rpc;
 pub mod generator;
 mod handover;
 mod mooncake;
@@ -22,7 +23,7 @@ pub use etcd::{Etcd, etcd_is_there};
 pub use handover::{Cost, HandOver, hand_over};
 pub use mooncake::{Answer, Mooncake, Write, term};
 pub use overload::{Heartbeats, Load, Outcome, overload};
-pub use report::Report;
+pub use report::{Report, Verdict};
 pub use run::{Counts, Plan, run};
 
 use crate::testbed::{BalancerKind, Network, Testbed, TestbedOptions};
@@ -69,6 +70,10 @@ impl Fault {
 pub trait Subject: Send {
     /// As the table says it.
     fn name(&self) -> String;
+    /// Whether the targets of this benchmark are its targets; a yardstick has none.
+    fn is_judged(&self) -> bool {
+        false
+    }
     /// The numbers of writes begin at 0 again.
     fn begin_series(&mut self) {}
     /// Who leads, and in which term, once all members are there, agree and have caught up.
@@ -95,21 +100,8 @@ async fn testbed(masters: usize, clients: usize, balancer: Option<BalancerKind>)
     }
 }
 
-/// The same request again and again, by anybody; anything but a 2xx is an error.
+/// One caller's request, again and again, by its number; anything but what was wished for is an error.
 pub type Asker = Box<dyn Fn(u64) -> BoxFuture<'static, Result<()>> + Send + Sync>;
-
-fn asker(request: reqwest::RequestBuilder) -> Asker {
-    Box::new(move |_| {
-        let request = request.try_clone();
-        Box::pin(async move {
-            let request = request.ok_or_else(|| anyhow::anyhow!("a body that cannot be sent twice"))?;
-            let answer = request.timeout(WRITE_TIMEOUT).send().await?.error_for_status()?;
-            // The whole answer, as a caller takes it, so that the connection can be used again.
-            answer.bytes().await?;
-            Ok(())
-        })
-    })
-}
 
 fn cut_off(network: &mut Network, host: &str) -> Result<()> {
     network.isolate(host).map(drop)

@@ -1,13 +1,14 @@
 //! Mooncake's masters under the measurement.
 
-use super::{Asker, Fault, Subject, asker, cut_off, testbed};
+use super::{Asker, Fault, Subject, WRITE_TIMEOUT, cut_off, testbed};
 use crate::{
+    cluster::http_client,
     model::Model,
     testbed::{BalancerKind, Testbed, master_host},
 };
 use anyhow::{Context, Result, ensure};
 use futures_util::{FutureExt, future::BoxFuture};
-use reqwest::StatusCode;
+use reqwest::{StatusCode, header::CONTENT_TYPE};
 use serde_json::{Value, json};
 use std::{path::PathBuf, pin::Pin, time::Duration};
 
@@ -66,35 +67,81 @@ impl Mooncake {
 
     fn writer_at(&self, endpoint: &str) -> impl Fn(u64) -> Write + Send + Sync + 'static {
         let prefix = format!("job-{}-", self.series);
-        writer(self.bed.cluster.http.clone(), endpoint, self.body.clone(), prefix)
+        writer(self.bed.cluster.http.clone(), endpoint, &self.body, prefix)
     }
 
-    /// The job that write `number` of this series makes.
-    pub fn job_of(&self, number: u64) -> String {
-        format!("job-{}-{number}", self.series)
-    }
-
-    /// Makes writes through the load balancer, which have to be answered with 201.
-    pub fn creator(&self) -> Asker {
-        let write = self.writer();
-        Box::new(move |number| {
-            let answer = write(number);
-            async move {
+    /// Callers, each with a connection of its own to one master; masters by turns. Each write makes a job, whose id is this
+    /// prefix and a number, and has to be answered with 201.
+    pub fn creators(&self, callers: usize, prefix: &str) -> Result<Vec<Asker>> {
+        let ask = |caller| -> Result<Asker> {
+            let write = writer(
+                http_client()?,
+                self.endpoint(caller),
+                &self.body,
+                prefix.to_owned(),
+            );
+            Ok(Box::new(move |number| {
+                let answer = write(number);
                 // The whole answer, so that the connection can be used again.
-                created(answer.await?)?.bytes().await?;
-                Ok(())
-            }
-            .boxed()
-        })
+                async move {
+                    created(answer.await?)?
+                        .bytes()
+                        .await
+                        .map(drop)
+                        .map_err(Into::into)
+                }
+                .boxed()
+            }))
+        };
+        (0..callers).map(ask).collect()
     }
 
-    /// Reads this job's snapshot through the load balancer.
-    pub fn reader(&self, job: &str, stale: bool) -> Asker {
+    /// The same, reads of this job's snapshot.
+    pub fn readers(&self, callers: usize, job: &str, stale: bool) -> Result<Vec<Asker>> {
         let consistency = if stale { "&consistency=stale" } else { "" };
-        let request = self
-            .http()
-            .get(format!("{}{JOBS}?job_id={job}{consistency}", self.bed.url()));
-        asker(request)
+        let ask = |caller| -> Result<Asker> {
+            let url = format!("{}{JOBS}?job_id={job}{consistency}", self.endpoint(caller));
+            let (http, url) = (http_client()?, reqwest::Url::parse(&url)?);
+            Ok(Box::new(move |_| {
+                let request = http.get(url.clone()).timeout(WRITE_TIMEOUT);
+                async move {
+                    request.send().await?.error_for_status()?.bytes().await?;
+                    Ok(())
+                }
+                .boxed()
+            }))
+        };
+        (0..callers).map(ask).collect()
+    }
+
+    fn endpoint(&self, caller: usize) -> &str {
+        &self.bed.cluster.endpoints[caller % self.masters()]
+    }
+
+    /// How many bytes the body of a write has, with such a job id.
+    pub fn body_bytes(&self, job: &str) -> usize {
+        Create::new(&self.body).body(job).len()
+    }
+
+    /// Makes this job, and waits until every master has it, so that stale reads find it too. An earlier try may have made
+    /// it, and only its answer been lost.
+    pub async fn make(&self, job: &str) -> Result<()> {
+        let url = format!("{}{JOBS}", self.endpoint(0));
+        let request = self.http().post(url).header(CONTENT_TYPE, "application/json");
+        let answer = request.body(Create::new(&self.body).body(job)).send().await?;
+        let status = answer.status();
+        ensure!(
+            status == StatusCode::CREATED || status == StatusCode::OK,
+            "job {job} was answered with {status}: {}",
+            answer.text().await?
+        );
+        let index = answer.headers().get("x-mooncake-applied-index");
+        let index = index.context("no x-mooncake-applied-index")?.to_str()?;
+        for endpoint in &self.bed.cluster.endpoints {
+            let url = format!("{endpoint}{JOBS}?job_id={job}&consistency=stale&min_index={index}");
+            self.http().get(url).send().await?.error_for_status()?;
+        }
+        Ok(())
     }
 
     /// The body of every write, but for its job id.
@@ -180,6 +227,10 @@ impl Subject for Mooncake {
         "mooncake, defaults".into()
     }
 
+    fn is_judged(&self) -> bool {
+        true
+    }
+
     fn begin_series(&mut self) {
         self.series += 1;
     }
@@ -227,15 +278,41 @@ impl Subject for Mooncake {
 pub(super) fn writer(
     http: reqwest::Client,
     endpoint: &str,
-    template: Value,
+    body: &Value,
     prefix: String,
-) -> impl Fn(u64) -> Write + Send + Sync + 'static {
-    let url = format!("{endpoint}{JOBS}");
+) -> impl Fn(u64) -> Write + Send + Sync + 'static + use<> {
+    let (url, create) = (format!("{endpoint}{JOBS}"), Create::new(body));
     move |number| {
-        let mut body = template.clone();
-        body["job_id"] = format!("{prefix}{number}").into();
-        let request = http.post(&url).json(&body);
+        let body = create.body(&format!("{prefix}{number}"));
+        let request = http
+            .post(&url)
+            .header(CONTENT_TYPE, "application/json")
+            .body(body);
         Box::pin(async move { Ok(request.send().await?) })
+    }
+}
+
+/// The body of a create, encoded once: what differs from one to the next is the job id, which comes first.
+pub(super) struct Create {
+    rest: String,
+}
+
+impl Create {
+    /// From a body with whatever job id.
+    pub(super) fn new(body: &Value) -> Self {
+        let mut body = body.clone();
+        if let Some(members) = body.as_object_mut() {
+            members.remove("job_id");
+        }
+        let rest = body.to_string();
+        Self {
+            rest: rest.strip_prefix('{').unwrap_or_default().to_owned(),
+        }
+    }
+
+    /// For this job. The alphabet of job ids needs no escapes.
+    pub(super) fn body(&self, job_id: &str) -> String {
+        format!("{{\"job_id\":\"{job_id}\",{}", self.rest)
     }
 }
 
@@ -257,4 +334,18 @@ pub fn term(answer: &reqwest::Response) -> Result<u64> {
         .get("x-mooncake-term")
         .context("no x-mooncake-term")?;
     Ok(header.to_str()?.parse()?)
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+
+    #[test]
+    fn only_the_job_id_differs() {
+        let create = Create::new(&json!({"job_id": "first", "model": {"a": 1}}));
+        for id in ["job-1", "job-2"] {
+            let body: Value = serde_json::from_str(&create.body(id)).unwrap();
+            assert_eq!(body, json!({"job_id": id, "model": {"a": 1}}));
+        }
+    }
 }

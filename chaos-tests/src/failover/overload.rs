@@ -229,7 +229,7 @@ impl Probe {
         let read = format!("{leader}{}/{job}", super::mooncake::JOBS);
         // A client of its own: its connections do not queue behind others.
         let http = crate::cluster::http_client()?;
-        let write = super::mooncake::writer(http.clone(), leader, subject.body(), "probe-".into());
+        let write = super::mooncake::writer(http.clone(), leader, &subject.body(), "probe-".into());
         let thread = std::thread::Builder::new().name("probe".into()).spawn({
             let stop = Arc::clone(&stop);
             move || {

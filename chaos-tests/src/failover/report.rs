@@ -10,6 +10,65 @@ use std::{
     time::{Duration, Instant, SystemTime, UNIX_EPOCH},
 };
 
+/// What is promised of a leader that is killed: its host refuses connections at once (p50, p99).
+const KILLED: Targets = Targets {
+    p50: Duration::from_millis(150),
+    p99: Duration::from_millis(700),
+};
+/// Of one that is frozen or cut off: nothing but its silence tells.
+const SILENT: Targets = Targets {
+    p50: Duration::from_millis(500),
+    p99: Duration::from_millis(1200),
+};
+/// The 99th percentile of writes during a planned hand-over, of which none may fail.
+const HAND_OVER_P99: Duration = Duration::from_millis(100);
+/// A percentile of fewer samples than these says nothing: it is not judged.
+const SAMPLES_FOR_P50: usize = 10;
+const SAMPLES_FOR_P99: usize = 100;
+
+struct Targets {
+    p50: Duration,
+    p99: Duration,
+}
+
+impl Fault {
+    fn targets(self) -> Targets {
+        match self {
+            Self::Kill => KILLED,
+            Self::Freeze | Self::CutOff => SILENT,
+        }
+    }
+}
+
+/// What became of the targets.
+#[derive(Debug, Default, PartialEq, Eq)]
+pub struct Verdict {
+    /// A line for each that was missed.
+    pub missed: Vec<String>,
+    /// A line for each that cannot be judged: too few samples.
+    pub not_judged: Vec<String>,
+}
+
+impl Verdict {
+    /// `sorted` against one target.
+    fn percentile(&mut self, what: &str, sorted: &[Duration], p: f64, needed: usize, target: Duration) {
+        let name = format!("p{:.0}", p * 100.0);
+        if sorted.len() < needed {
+            self.not_judged.push(format!(
+                "{what}: {name} of {} samples; it needs {needed}",
+                sorted.len()
+            ));
+            return;
+        }
+        let took = percentile(sorted, p);
+        if took > target {
+            let (took, target) = (ms(took), ms(target));
+            self.missed
+                .push(format!("{what}: {name} {took:.0} ms, not at most {target:.0} ms"));
+        }
+    }
+}
+
 /// See the module docs.
 #[derive(Debug)]
 pub struct Report {
@@ -28,6 +87,8 @@ pub struct Report {
 struct Cluster {
     name: String,
     rows: Vec<Row>,
+    /// Whether the targets are its targets.
+    judged: bool,
     /// Elections while no fault was under way.
     at_rest: u64,
     error: Option<String>,
@@ -57,7 +118,7 @@ impl Report {
         }
     }
 
-    pub(super) fn add_cluster(&mut self, name: &str) {
+    pub(super) fn add_cluster(&mut self, name: &str, judged: bool) {
         let row = |(fault, _): &(Fault, usize)| Row {
             fault: *fault,
             samples: Vec::new(),
@@ -67,6 +128,7 @@ impl Report {
         self.clusters.push(Cluster {
             name: name.to_owned(),
             rows: self.planned.iter().map(row).collect(),
+            judged,
             ..Cluster::default()
         });
     }
@@ -147,14 +209,55 @@ impl Report {
             text += &format!("{}\n", self.costs_table());
         }
         text += &machine_line(self.load_before, self.began);
+        let verdict = self.verdict();
+        for what in &verdict.not_judged {
+            text += &format!("NOT JUDGED: {what}\n");
+        }
+        for what in &verdict.missed {
+            text += &format!("DOES NOT HOLD: {what}\n");
+        }
         for error in self.errors() {
             text += &format!("OUT OF THE RUN: {error}\n");
         }
         text
     }
 
+    /// What was measured against what is promised.
+    pub fn verdict(&self) -> Verdict {
+        let mut verdict = Verdict::default();
+        for cluster in self.clusters.iter().filter(|cluster| cluster.judged) {
+            let name = &cluster.name;
+            for row in &cluster.rows {
+                let (what, sorted) = (format!("{name}, {}", row.fault.name()), row.sorted());
+                let targets = row.fault.targets();
+                verdict.percentile(&what, &sorted, 0.5, SAMPLES_FOR_P50, targets.p50);
+                verdict.percentile(&what, &sorted, 0.99, SAMPLES_FOR_P99, targets.p99);
+            }
+            if cluster.at_rest > 0 {
+                let elections = cluster.at_rest;
+                verdict
+                    .missed
+                    .push(format!("{name}: {elections} elections without a fault"));
+            }
+        }
+        for (how, cost) in &self.costs {
+            if let Some(first) = cost.failed.first() {
+                verdict.missed.push(format!(
+                    "{}: {} of {} writes failed, the first: {first}",
+                    how.name(),
+                    cost.failed.len(),
+                    cost.writes
+                ));
+            }
+            let what = format!("{}, writes during it", how.name());
+            verdict.percentile(&what, &cost.during, 0.99, SAMPLES_FOR_P99, HAND_OVER_P99);
+        }
+        verdict
+    }
+
     /// For programs: one object per row and line.
     pub fn json_lines(&self) -> Vec<Value> {
+        let verdict = self.verdict();
         let mut lines = vec![json!({
             "kind": "run",
             "cores": cores(),
@@ -163,6 +266,8 @@ impl Report {
             "took_s": self.began.elapsed().as_secs_f64(),
             "interval_s": self.interval.as_secs_f64(),
             "errors": self.errors(),
+            "does_not_hold": verdict.missed,
+            "not_judged": verdict.not_judged,
         })];
         for (cluster, row, planned) in self.rows() {
             let sorted = row.sorted();
@@ -290,7 +395,7 @@ mod tests {
             None,
         );
         for name in ["a", "b"] {
-            report.add_cluster(name);
+            report.add_cluster(name, true);
         }
         for took in [300, 100, 200] {
             report.sample("a", Fault::Kill, Duration::from_millis(took), 1, 0);
@@ -308,5 +413,87 @@ mod tests {
         assert_eq!(lines[1]["more_terms"], 3);
         assert_eq!(lines[1]["elections_at_rest"], 2);
         assert_eq!(lines[2]["times"], 0);
+    }
+
+    /// As many samples, one of which takes `worst`.
+    fn killed(report: &mut Report, name: &str, count: usize, usual_ms: u64, worst_ms: u64) {
+        for i in 0..count {
+            let took = if i < 2 { worst_ms } else { usual_ms };
+            report.sample(name, Fault::Kill, Duration::from_millis(took), 0, 0);
+        }
+    }
+
+    fn report(judged: bool) -> Report {
+        let mut report = Report::new(&[(Fault::Kill, 100)], Duration::from_secs(10), None);
+        report.add_cluster("a", judged);
+        report
+    }
+
+    #[test]
+    fn every_missed_target_has_a_line() {
+        let mut good = report(true);
+        killed(&mut good, "a", 100, 150, 700);
+        good.cost(HandOver::Stop, cost(&[], 100));
+        assert_eq!(good.verdict(), Verdict::default());
+
+        let mut bad = report(true);
+        killed(&mut bad, "a", 100, 151, 701);
+        bad.at_rest("a", 1);
+        bad.cost(HandOver::Stop, cost(&["503"], 101));
+        let verdict = bad.verdict();
+        let wanted = [
+            "p50 151",
+            "p99 701",
+            "1 elections without",
+            "1 of 101 writes failed, the first: 503",
+            "p99 101",
+        ];
+        assert_eq!(verdict.missed.len(), wanted.len(), "{verdict:?}");
+        for (line, wanted) in verdict.missed.iter().zip(wanted) {
+            assert!(line.contains(wanted), "{wanted}: {line}");
+        }
+        assert!(bad.text().contains("DOES NOT HOLD: a, kill -9: p50"));
+
+        let mut yardstick = report(false);
+        killed(&mut yardstick, "a", 100, 1000, 2000);
+        yardstick.at_rest("a", 4);
+        assert_eq!(yardstick.verdict(), Verdict::default());
+    }
+
+    #[test]
+    fn few_samples_are_not_judged_and_it_says_so() {
+        let mut report = report(true);
+        killed(&mut report, "a", 9, 1000, 1000);
+        let verdict = report.verdict();
+        assert_eq!(
+            (verdict.missed.len(), verdict.not_judged.len()),
+            (0, 2),
+            "{verdict:?}"
+        );
+        killed(&mut report, "a", 90, 1000, 1000);
+        let verdict = report.verdict();
+        assert_eq!(
+            (verdict.missed.len(), verdict.not_judged.len()),
+            (1, 1),
+            "{verdict:?}"
+        );
+        assert!(
+            report
+                .text()
+                .contains("NOT JUDGED: a, kill -9: p99 of 99 samples")
+        );
+    }
+
+    /// A hundred writes during the hand-over, of which two take `worst_ms`.
+    fn cost(failed: &[&str], worst_ms: u64) -> Cost {
+        let mut during = vec![Duration::from_millis(10); 98];
+        during.extend([Duration::from_millis(worst_ms); 2]);
+        Cost {
+            count: 1,
+            writes: (during.len() + failed.len()) as u64,
+            failed: failed.iter().map(|&f| f.to_owned()).collect(),
+            during,
+            ..Cost::default()
+        }
     }
 }

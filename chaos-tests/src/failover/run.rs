@@ -83,7 +83,7 @@ pub async fn run(
     let mut states: Vec<Option<State>> = subjects.iter().map(|_| Some(State::default())).collect();
     for subject in subjects.iter_mut() {
         subject.begin_series();
-        report.lock().add_cluster(&subject.name());
+        report.lock().add_cluster(&subject.name(), subject.is_judged());
     }
     let share = plan.interval / subjects.len().max(1) as u32;
     let mut slot = Instant::now();

@@ -21,11 +21,16 @@ use tokio::{
 };
 
 /// A job whose nodes do not exist is refused by the leader alone, after a linearizable read: it needs the whole
-/// path, and leaves nothing.
-async fn request(bed: &Testbed, n: usize) -> Result<u16> {
+/// path, and leaves nothing. A write whose outcome the balancer does not know counts as 502.
+async fn request(bed: &Testbed, kind: BalancerKind, n: usize) -> Result<u16> {
     let body: Value = json!({"job_id": format!("none-{n}")});
     let url = format!("{}/api/v1/model-distribution/jobs", bed.url());
-    let status = bed.cluster.http.post(url).json(&body).send().await?.status();
+    let status = match (bed.cluster.http.post(url).json(&body).send().await, kind) {
+        (Ok(answer), _) => answer.status(),
+        // HAProxy hangs up instead where its caller's connection was used before.
+        (Err(error), BalancerKind::HaProxy) if !error.is_timeout() => return Ok(502),
+        (Err(error), _) => return Err(error.into()),
+    };
     if status.as_u16() >= 500 {
         return Ok(status.as_u16());
     }
@@ -44,7 +49,7 @@ async fn survives(kind: BalancerKind) -> Result<()> {
     })
     .await?;
     for n in 0..20 {
-        assert_eq!(request(&bed, n).await?, 200);
+        assert_eq!(request(&bed, kind, n).await?, 200);
     }
     let leader = bed.cluster.leader().await?;
     let order = (0..3).filter(|&i| i != leader).chain([leader]);
@@ -59,7 +64,7 @@ async fn survives(kind: BalancerKind) -> Result<()> {
                 victim + 1
             );
             n += 1;
-            match request(&bed, n).await? {
+            match request(&bed, kind, n).await? {
                 200 => good += 1,
                 502 if n == 1 => {}
                 status if victim == leader && matches!(status, 503 | 504) => {}
@@ -173,12 +178,13 @@ async fn a_lost_write_is_not_told_as_refused(kind: BalancerKind) -> Result<()> {
     let dir = tempfile::tempdir()?;
     let mut balancer = Balancer::start_local(kind, dir.path(), &[dead, other])?;
     let http = mooncake_chaos::cluster::http_client()?;
-    let (mut lost, mut repeated) = (0, 0);
+    // Writes that the dying master took, those of them that were answered, and reads that it took.
+    let (mut lost, mut told, mut repeated) = (0, 0, 0);
     let until = Instant::now() + LONG;
-    while lost < 3 || repeated < 3 {
+    while lost < 3 || told < 1 || repeated < 3 {
         ensure!(
             Instant::now() < until,
-            "{lost} writes and {repeated} reads came to the dying master"
+            "{lost} writes, {told} of them answered, and {repeated} reads came to the dying master"
         );
         let url = format!("{}/api/v1/model-distribution/jobs", balancer.url);
         let before = taken.load(Ordering::SeqCst);
@@ -195,7 +201,7 @@ async fn a_lost_write_is_not_told_as_refused(kind: BalancerKind) -> Result<()> {
         let answer = match answer {
             Ok(answer) => answer,
             // HAProxy hangs up instead of 502 where its caller's connection was used before: unknown, too.
-            Err(_) if write && at_the_dying == 1 => {
+            Err(_) if kind == BalancerKind::HaProxy && write && at_the_dying == 1 => {
                 lost += 1;
                 continue;
             }
@@ -215,7 +221,13 @@ async fn a_lost_write_is_not_told_as_refused(kind: BalancerKind) -> Result<()> {
             "{kind:?} answers {} where {at_the_dying} of it came to the dying master; a write: {write}",
             answer.status()
         );
-        *(if write { &mut lost } else { &mut repeated }) += at_the_dying;
+        if write {
+            // 502, as was looked at.
+            told += at_the_dying;
+            lost += at_the_dying;
+        } else {
+            repeated += at_the_dying;
+        }
     }
     balancer.stop().await
 }
