@@ -13,6 +13,7 @@ use crate::{
 };
 use anyhow::{Context, Result, bail, ensure};
 use futures_util::{StreamExt, stream};
+use mooncake_proto::manifest::block_size_for;
 use parking_lot::Mutex;
 use serde_json::{Value, json};
 use std::{
@@ -152,7 +153,7 @@ async fn phases(
     let rpc = cluster.rpc_addresses[leader].clone();
     let work = Work {
         bytes: plan.chunks * CHUNK_BYTES,
-        block_bytes: CHUNK_BYTES as u32,
+        block_bytes: block_size_for(plan.chunks * CHUNK_BYTES),
         objects: plan.chunks,
         takes: plan.task,
     };
@@ -200,7 +201,12 @@ async fn phases(
     let (status, answer) = cluster.post_job(&job(work, &ids)).await?;
     ensure!(status == 201, "the job was answered with {status}: {answer}");
     let ended = cluster.wait_ended("fleet", PATIENCE).await?;
-    ensure!(ended["status"] == "completed", "the job ended: {ended:#}");
+    ensure!(
+        ended["status"] == "completed",
+        "the job ended as {}: {}",
+        ended["status"],
+        ended["last_error"]
+    );
     let job = look.since(pid, counts)?;
     let entries = applied(cluster, leader).await? - entries;
     let peak_bytes = cluster.masters[leader].peak_memory_bytes()?;

@@ -147,15 +147,19 @@ impl Report {
                     right(format!("{max:.1}")),
                 ]);
             }
-            let _ = writeln!(
-                text,
-                "{rows}\n{} log entries, {:.2} per target; leader's peak memory {} MiB; term {} -> {}.",
-                fleet.entries,
-                fleet.entries as f64 / plan.nodes as f64,
-                fleet.leader_peak_bytes >> 20,
-                fleet.terms.0,
-                fleet.terms.1
-            );
+            if fleet.idle.is_some() {
+                let _ = writeln!(text, "{rows}");
+            }
+            if fleet.job.is_some() {
+                let _ = writeln!(
+                    text,
+                    "{} log entries, {:.2} per target; leader's peak memory {} MiB.",
+                    fleet.entries,
+                    fleet.entries as f64 / plan.nodes as f64,
+                    fleet.leader_peak_bytes >> 20
+                );
+            }
+            let _ = writeln!(text, "Term {} -> {}.", fleet.terms.0, fleet.terms.1);
         }
         for what in self.broken() {
             let _ = writeln!(text, "does not hold: {what}");
