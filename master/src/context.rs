@@ -7,6 +7,7 @@ use crate::{
     metrics::Metrics,
     plan::PlanConfig,
     session::Sessions,
+    threads::Threads,
 };
 use futures_util::{FutureExt as _, TryFutureExt as _};
 use mooncake_proto::{digest::Algorithm, hello::HelloStream};
@@ -30,6 +31,8 @@ pub const MAX_REQUESTS: usize = 1024;
 /// there may be more of them; those of all masters meet at the leader. With the requests they fit into the connections that the HTTP port takes.
 pub const MAX_LONG_POLLS: usize = 16_384;
 
+/// Threads for node sessions: one may be at a plan's facts while the other answers heartbeats.
+const SESSION_THREADS: usize = 2;
 /// Longest time for what is under way at a stop.
 const STOP_TIME: Duration = Duration::from_secs(10);
 /// Ready as long as a leader was heard within this time: an election is no reason to be taken out.
@@ -206,6 +209,8 @@ pub struct Serving {
     tasks: TaskTracker,
     /// The first part that ended although nobody stopped it.
     failed: watch::Receiver<Option<Arc<str>>>,
+    /// Of the sessions.
+    _threads: Threads,
 }
 
 /// Runs a part without which this master must not go on: if it ends before `stop`, by itself or by a panic, that is
@@ -252,13 +257,17 @@ impl Serving {
             http.clone(),
             failing.clone(),
         ));
+        let threads = Threads::start("sessions", SESSION_THREADS)?;
         let served = crate::session::serve(ctx.clone(), sessions, rest.clone());
-        tasks.spawn(vital(
-            "the node sessions' port",
-            served.map_err(|error| error.to_string()),
-            rest.clone(),
-            failing.clone(),
-        ));
+        tasks.spawn_on(
+            vital(
+                "the node sessions' port",
+                served.map_err(|error| error.to_string()),
+                rest.clone(),
+                failing.clone(),
+            ),
+            threads.handle(),
+        );
         tasks.spawn(vital(
             "the watch on changes",
             ctx.clone().watch_changes(rest.clone()).map(Ok),
@@ -285,6 +294,7 @@ impl Serving {
             rest,
             tasks,
             failed,
+            _threads: threads,
         })
     }
 

@@ -13,3 +13,4 @@ pub mod program;
 pub(crate) mod reconciler;
 pub mod server;
 pub mod session;
+mod threads;

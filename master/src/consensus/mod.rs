@@ -63,7 +63,7 @@ pub(crate) use removal::check_note as check_removal_note;
 pub use transfer::TransferError;
 pub(crate) use version::{check as check_version, set_supported as set_supported_version};
 
-use crate::config::MemberAddress;
+use crate::{config::MemberAddress, threads::Threads};
 use peers::Peers;
 
 /// openraft with our types.
@@ -183,19 +183,7 @@ pub struct Consensus {
     stop_serving: watch::Sender<bool>,
     bootstrap: Option<tokio::task::JoinHandle<Result<(), BootstrapError>>>,
     removed: watch::Receiver<Option<Arc<str>>>,
-    runtime: RaftRuntime,
-}
-
-/// A runtime that may be dropped anywhere.
-struct RaftRuntime(Option<tokio::runtime::Runtime>);
-
-impl Drop for RaftRuntime {
-    fn drop(&mut self) {
-        // Dropping a runtime waits for its threads, which is not allowed on an async thread.
-        if let Some(runtime) = self.0.take() {
-            runtime.shutdown_background();
-        }
-    }
+    threads: Threads,
 }
 
 impl Consensus {
@@ -204,18 +192,13 @@ impl Consensus {
     /// Returns before a leader is known: [`Handle::readiness`] tells when this master is of use.
     pub async fn start(options: Options, listener: TcpListener) -> Result<(Self, Sessions), StartError> {
         let raft_config = raft_config(&options)?;
-        let runtime = tokio::runtime::Builder::new_multi_thread()
-            .worker_threads(RAFT_THREADS)
-            .thread_name("raft")
-            .enable_all()
-            .build()
-            .map_err(|error| StartError::Io {
-                what: "starting the Raft threads",
-                error,
-            })?;
-        let handle = runtime.handle().clone();
-        let runtime = RaftRuntime(Some(runtime));
-        let started = handle.spawn(start_on_runtime(options, raft_config, listener));
+        let threads = Threads::start("raft", RAFT_THREADS).map_err(|error| StartError::Io {
+            what: "starting the Raft threads",
+            error,
+        })?;
+        let started = threads
+            .handle()
+            .spawn(start_on_runtime(options, raft_config, listener));
         let started = started
             .await
             .map_err(|error| StartError::Raft(error.to_string()))??;
@@ -234,7 +217,7 @@ impl Consensus {
                 stop_serving,
                 bootstrap,
                 removed,
-                runtime,
+                threads,
             },
             sessions,
         ))
@@ -299,7 +282,7 @@ impl Consensus {
                 ),
             }
         }
-        drop(self.runtime);
+        drop(self.threads);
         Ok(())
     }
 }
