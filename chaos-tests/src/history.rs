@@ -37,6 +37,17 @@ pub enum Record {
     Folder(FolderSeen),
     /// A report that was sent again when its attempt was over.
     StaleReport(StaleReport),
+    /// The machine did nothing for a while.
+    Standstill(Standstill),
+}
+
+/// A time in which a thread of this program that was due did not run.
+#[derive(Clone, Debug, PartialEq, Serialize, Deserialize)]
+pub struct Standstill {
+    /// When it ran last.
+    pub from_us: u64,
+    /// When it ran again.
+    pub to_us: u64,
 }
 
 /// One operation of one caller.

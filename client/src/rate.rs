@@ -1,8 +1,10 @@
 //! The bandwidth that a person gives this node.
 //!
-//! Guaranteed: over any time, no more than the rate times that time, and one burst ([`Limit::burst_bytes`]), passes; who
-//! waits is served in turn. Not guaranteed: an even flow within a burst (a block goes out as fast as the link takes it), and
-//! that control messages count.
+//! Guaranteed: over any time, no more than the rate times that time passes, and beyond that one burst
+//! ([`Limit::burst_bytes`]) and one block of each transfer, which waits after it has asked for it. Those who wait share the
+//! rate by bytes, in turns of [`TURN_UNITS`], whether they ask for blocks or for a few bytes. Not guaranteed: an even flow
+//! within a burst (a block goes out as fast as the link takes it); that control messages count; and at tens of gibibytes
+//! per second more exactness than some per cent (the counters tick in nanoseconds).
 
 use governor::{
     Quota, RateLimiter, clock::Clock, clock::MonotonicClock, state::InMemoryState, state::NotKeyed,
@@ -13,10 +15,13 @@ use tokio::sync::Mutex;
 
 /// What is counted: a limiter's numbers are 32 bits wide, and a byte more or less is nothing.
 const UNIT_BYTES: u64 = 1024;
-/// The least that may be given. Below it a block takes so long that whoever waits for it takes this node for dead.
-pub const LEAST: Limit = Limit(1 << 20);
-/// The most: what the counters hold.
-const MOST: Limit = Limit(u32::MAX as u64 * UNIT_BYTES);
+/// What one who waits gets before the next one's turn.
+const TURN_UNITS: u32 = 64;
+/// The least that may be given. Below it the largest block takes so long that whoever waits for it takes this node for
+/// stalled (`STALL_US` of the chooser).
+pub const LEAST: Limit = Limit(2 << 20);
+/// The most: faster than any node's network, and within the counters.
+const MOST: Limit = Limit(100 << 30);
 
 /// Bytes per second.
 #[derive(Clone, Copy, Debug, PartialEq, Eq, PartialOrd, Ord)]
@@ -67,7 +72,7 @@ type Bucket = RateLimiter<NotKeyed, InMemoryState, MonotonicClock>;
 #[derive(Debug, Default)]
 pub struct Rate {
     /// None: as fast as can be. The lock makes a queue of those who wait.
-    bucket: Option<(Mutex<()>, Bucket, u32)>,
+    bucket: Option<(Mutex<()>, Bucket)>,
 }
 
 impl Rate {
@@ -78,10 +83,11 @@ impl Rate {
             NonZeroU32::new(units).unwrap_or(NonZeroU32::MIN)
         };
         let bucket = limit.map(|limit| {
-            let burst = units(limit.burst_bytes());
-            let quota = Quota::per_second(units(limit.0)).allow_burst(burst);
-            let bucket = RateLimiter::direct_with_clock(quota, MonotonicClock);
-            (Mutex::new(()), bucket, burst.get())
+            let quota = Quota::per_second(units(limit.0)).allow_burst(units(limit.burst_bytes()));
+            (
+                Mutex::new(()),
+                RateLimiter::direct_with_clock(quota, MonotonicClock),
+            )
         });
         Self { bucket }
     }
@@ -93,18 +99,16 @@ impl Rate {
 
     /// Waits until `bytes` more may pass.
     pub async fn wait(&self, bytes: u64) {
-        let Some((turn, bucket, burst)) = &self.bucket else {
+        let Some((turn, bucket)) = &self.bucket else {
             return;
         };
-        let _turn = turn.lock().await;
         let mut rest = bytes.div_ceil(UNIT_BYTES);
-        while rest > 0 {
-            let part = u32::try_from(rest).unwrap_or(u32::MAX).min(*burst);
-            let part = NonZeroU32::new(part).expect("neither is zero");
-            match bucket.check_n(part).expect("no more than a burst") {
-                Ok(()) => rest -= u64::from(part.get()),
-                Err(early) => tokio::time::sleep(early.wait_time_from(MonotonicClock.now())).await,
+        while let Some(part) = NonZeroU32::new(u32::try_from(rest).unwrap_or(u32::MAX).min(TURN_UNITS)) {
+            let _turn = turn.lock().await;
+            while let Err(early) = bucket.check_n(part).expect("a turn is less than a burst") {
+                tokio::time::sleep(early.wait_time_from(MonotonicClock.now())).await;
             }
+            rest -= u64::from(part.get());
         }
     }
 }
@@ -119,7 +123,7 @@ mod tests {
         assert_eq!("100MiB".parse(), Ok(Limit(100 << 20)));
         assert_eq!("2gib".parse(), Ok(Limit(2 << 30)));
         assert_eq!("4194304".parse(), Ok(Limit(4 << 20)));
-        for wrong in ["", "fast", "1000", "100MB", "-1MiB", "99999999999GiB"] {
+        for wrong in ["", "fast", "1000", "1MiB", "100MB", "-1MiB", "99999999999GiB"] {
             assert!(wrong.parse::<Limit>().is_err(), "{wrong}");
         }
     }
@@ -134,6 +138,14 @@ mod tests {
         tokio::join!(rate.wait(bytes / 2), rate.wait(bytes / 4), rate.wait(bytes / 4));
         let least = Duration::from_secs_f64((16 << 20) as f64 / limit.0 as f64);
         assert!(began.elapsed() >= least.mul_f64(0.99), "{:?}", began.elapsed());
+        // By bytes: who asks for little is not behind all that who asks for much wants.
+        let (much, little) = (rate.wait(32 << 20), rate.wait(1 << 20));
+        tokio::pin!(much, little);
+        tokio::select! {
+            biased;
+            () = &mut much => panic!("first come, all served"),
+            () = &mut little => {}
+        }
         // Without a limit nobody waits: this returns at all.
         Rate::default().wait(u64::MAX).await;
     }

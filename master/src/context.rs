@@ -245,6 +245,7 @@ impl Serving {
     where
         S: Stream<Item = io::Result<HelloStream>> + Send + 'static,
     {
+        let threads = Threads::start("sessions", SESSION_THREADS)?;
         http.set_nonblocking(true)?;
         let listener = tokio::net::TcpListener::from_std(http)?;
         let (http, rest) = (ctx.stopping.clone(), CancellationToken::new());
@@ -257,7 +258,6 @@ impl Serving {
             http.clone(),
             failing.clone(),
         ));
-        let threads = Threads::start("sessions", SESSION_THREADS)?;
         let served = crate::session::serve(ctx.clone(), sessions, rest.clone());
         tasks.spawn_on(
             vital(

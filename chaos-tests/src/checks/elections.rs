@@ -4,8 +4,11 @@
 //! term rose is known by looks at the masters ([`MasterSeen`]): after the last look at which one of them was below it, and
 //! before the first at which one of them had it. It is a violation if all of that time was without such a fault.
 //!
-//! Not judged: a rise of which the looks do not say that it was in quiet time, be it so; what the machine does to the
-//! masters (one that stands still for seconds is a fault that no event tells of, and a violation here).
+//! A machine that stands still is a fault of the masters, too, though nobody injected it: see
+//! [`Standstill`](crate::history::Standstill).
+//!
+//! Not judged: a rise of which the looks do not say that it was in quiet time, be it so. Judged wrongly: one of a machine
+//! that kept all threads of a master waiting, but not that of the round which watches for this.
 
 use super::{Evidence, Findings};
 use crate::history::{Concern, MasterSeen, Phase};
@@ -15,6 +18,9 @@ use std::collections::BTreeMap;
 /// fell behind meanwhile (a second is four of the longest election time-outs); and a look is as old as its time-out allows,
 /// two seconds.
 pub const SETTLED_AFTER_US: u64 = 3_000_000;
+
+/// After a standstill: who stood for election because of it has won or lost (the longest time-out is half a second).
+const STANDSTILL_OVER_US: u64 = 1_000_000;
 
 /// Times during which the masters are disturbed: [from, to).
 fn disturbed(evidence: &Evidence) -> Vec<(u64, u64)> {
@@ -40,6 +46,8 @@ fn disturbed(evidence: &Evidence) -> Vec<(u64, u64)> {
         }
     }
     times.extend(since.map(|from| (from, u64::MAX)));
+    let stills = evidence.standstills.iter();
+    times.extend(stills.map(|still| (still.from_us, still.to_us + STANDSTILL_OVER_US)));
     times
 }
 
@@ -78,7 +86,10 @@ pub(super) fn check(evidence: &Evidence, findings: &mut Findings) {
 #[cfg(test)]
 mod tests {
     use super::*;
-    use crate::{checks::testing::*, history::Event};
+    use crate::{
+        checks::testing::*,
+        history::{Event, Standstill},
+    };
 
     const NAME: &str = "elections";
     const SECOND: u64 = 1_000_000;
@@ -127,6 +138,26 @@ mod tests {
         assert_eq!(run(Concern::Masters, 5, 5), 1, "long over");
         assert_eq!(run(Concern::Node("n".into()), 15, 16), 1, "not of the masters");
         assert_eq!(run(Concern::Source, 15, 16), 1, "not of the masters");
+    }
+
+    #[test]
+    fn a_machine_that_stands_still_is_a_fault_of_the_masters() {
+        let stood_still = |from: u64, to: u64| {
+            let mut run = Run::new();
+            for at in 0..20 {
+                for id in 1..=3 {
+                    look(&mut run, at * SECOND + id, id, if at > 10 { 8 } else { 7 });
+                }
+            }
+            run.evidence.standstills.push(Standstill {
+                from_us: from * SECOND,
+                to_us: to * SECOND,
+            });
+            run.broken(NAME)
+        };
+        assert_eq!(stood_still(10, 11), 0);
+        assert_eq!(stood_still(7, 8), 1, "long over");
+        assert_eq!(stood_still(12, 13), 1, "not yet");
     }
 
     #[test]

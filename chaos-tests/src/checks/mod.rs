@@ -30,7 +30,7 @@ pub use downloads::Served;
 pub use leaders::Elected;
 pub use replay::{Asked, Replay};
 
-use crate::history::{Event, FolderSeen, MasterSeen, Op, Record};
+use crate::history::{Event, FolderSeen, MasterSeen, Op, Record, Standstill};
 use anyhow::Result;
 use std::{collections::BTreeMap, fmt, path::PathBuf};
 
@@ -139,6 +139,8 @@ pub struct Evidence {
     pub events: Vec<Event>,
     /// What masters told of themselves.
     pub masters: Vec<MasterSeen>,
+    /// When the machine did nothing.
+    pub standstills: Vec<Standstill>,
     /// What was found on disks.
     pub folders: Vec<FolderSeen>,
     /// What masters logged of their elections.
@@ -166,6 +168,7 @@ impl Evidence {
                 Record::Master(seen) => evidence.masters.push(seen),
                 Record::Folder(seen) => evidence.folders.push(seen),
                 Record::StaleReport(_) => evidence.stale_sent += 1,
+                Record::Standstill(still) => evidence.standstills.push(still),
             }
         }
         evidence

@@ -48,6 +48,8 @@ pub struct RoundReport {
     pub stale_reports: u64,
     /// Those that were sent on purpose, whether they got there or not.
     pub stale_sent: u64,
+    /// Times that the machine itself stood still.
+    pub standstills: u64,
     /// How soon all was well, after each healing and at the end.
     pub convergence: Vec<Convergence>,
 }
@@ -119,6 +121,7 @@ pub(super) fn summarise(
         commands: replay.map(|r| r.commands.clone()).unwrap_or_default(),
         stale_reports: replay.map_or(0, |r| r.stale_reports),
         stale_sent: evidence.stale_sent,
+        standstills: evidence.standstills.len() as u64,
         convergence: evidence.convergence.clone(),
         violations,
     }
@@ -177,7 +180,9 @@ impl Report {
 
     /// What it would have had to try, and did not: then nothing is known of it.
     fn not_tried(&self) -> Option<&'static str> {
-        (self.sum(|r| r.stale_reports) == 0)
+        // Where logs were purged, most of a round is not in the replay.
+        let whole = self.rounds.iter().any(|r| r.snapshots.is_none());
+        (whole && self.sum(|r| r.stale_reports) == 0)
             .then_some("no report of an attempt that was over reached the log")
     }
 
@@ -230,6 +235,10 @@ impl Report {
                     .to_string(),
             ),
             ("elections", self.sum(|r| r.elections).to_string()),
+            (
+                "times the machine stood still",
+                self.sum(|r| r.standstills).to_string(),
+            ),
             ("stale reports sent", self.sum(|r| r.stale_sent).to_string()),
             (
                 "stale reports in the log, fenced off",

@@ -23,6 +23,8 @@ use tokio::sync::watch;
 
 /// Its id: an address at which nobody listens.
 pub const GHOST: &str = "192.0.2.7:7000";
+/// How the ids of its jobs begin.
+pub const GHOST_JOB: &str = "ghost-";
 const JOBS: &str = "/api/v1/model-distribution/jobs";
 /// Silence of a master after which the ghost looks for the leader again.
 const SILENCE: Duration = Duration::from_secs(5);
@@ -132,7 +134,7 @@ impl Ghost {
 
     async fn create(&mut self, master: usize) -> Result<()> {
         let model = self.scene.library.reserved().context("no model is reserved")?;
-        let id = format!("ghost-{}", self.made);
+        let id = format!("{GHOST_JOB}{}", self.made);
         let sent = Planner::job(&id, model, GHOST, &[GHOST.to_owned()]);
         let url = self.url(master, JOBS);
         let post = self.scene.http.post(url).json(&*sent.request).timeout(SILENCE);

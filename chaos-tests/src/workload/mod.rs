@@ -14,13 +14,15 @@ mod ghost;
 mod library;
 mod observe;
 mod planner;
+mod standstill;
 
 pub use audit::Auditor;
 pub use caller::{Caller, Endpoint, writes};
-pub use ghost::GHOST;
+pub use ghost::{GHOST, GHOST_JOB};
 pub use library::{Library, Template};
 pub use observe::{Observer, probe};
 pub use planner::{Known, Planner, Sent, Step};
+pub use standstill::StandstillWatch;
 
 use crate::history::History;
 use anyhow::{Result, anyhow};

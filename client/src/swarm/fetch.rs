@@ -112,8 +112,9 @@ pub(super) struct Fetch {
     pub(super) seal: Option<Seal>,
     started: Instant,
     last_progress: Instant,
-    /// The node's limit was waited for and not used yet.
-    may_download: bool,
+    /// Bytes that were asked for and have not been waited for at the node's limit yet; below zero after some that were
+    /// waited for and then declined.
+    owed: i64,
 }
 
 impl Fetch {
@@ -150,7 +151,7 @@ impl Fetch {
             seal: None,
             started: Instant::now(),
             last_progress: Instant::now(),
-            may_download: false,
+            owed: 0,
         }
     }
 
@@ -228,7 +229,6 @@ impl Fetch {
                 got = async { waiting.as_mut().expect("guarded").await }, if waiting.is_some() => {
                     permit = Some(got);
                     waiting = None;
-                    self.may_download = true;
                 }
                 // Brings the loop round.
                 _ = tick.tick(), if !self.chooser.whole() => {}
@@ -253,16 +253,17 @@ impl Fetch {
                     return;
                 }
                 let budget = self.swarm.budget.clone();
-                let limited = self.swarm.config.download.is_limited() && !self.may_download;
-                match (!limited).then(|| budget.clone().try_acquire_many_owned(units)) {
+                let download = self.swarm.config.download.clone();
+                let owed = match download.is_limited() {
+                    true => u64::try_from(self.owed).unwrap_or(0),
+                    false => 0,
+                };
+                match (owed == 0).then(|| budget.clone().try_acquire_many_owned(units)) {
                     Some(Ok(got)) => *permit = Some(got),
                     _ => {
-                        let download = limited.then(|| self.swarm.config.download.clone());
-                        let bytes = self.artifact.blocks().block_size();
+                        self.owed = self.owed.saturating_sub_unsigned(owed);
                         *waiting = Some(Box::pin(async move {
-                            if let Some(download) = download {
-                                download.wait(bytes.into()).await;
-                            }
+                            download.wait(owed).await;
                             budget.acquire_many_owned(units).await.expect("never closed")
                         }));
                         return;
@@ -302,7 +303,7 @@ impl Fetch {
             {
                 Ok(request) => {
                     session.requests.insert(pick.block, (request, expected));
-                    self.may_download = false;
+                    self.owed = self.owed.saturating_add(len.into());
                 }
                 // The link's end is in the inbox already, or about to be.
                 Err(_) => self.leave(pick.peer, false),
@@ -364,7 +365,10 @@ impl Fetch {
             } => self.block(peer, block, bytes, permit),
             Event::Declined { peer, block, why } => {
                 if let Some(session) = self.sessions.get_mut(&peer) {
-                    session.requests.remove(&block);
+                    if session.requests.remove(&block).is_some() {
+                        let len = self.artifact.blocks().locate(block).map_or(0, |r| r.len);
+                        self.owed = self.owed.saturating_sub(len.into());
+                    }
                     if why == Decline::NotHeld {
                         let change = self.words.retract(peer, block);
                         self.apply(block, change);

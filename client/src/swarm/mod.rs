@@ -49,13 +49,16 @@ use crate::{
     store::{Artifact, Store},
     task::{DRAIN_TIMEOUT, TaskFailure, TransferCounters},
     transport::{
-        LEAST_BYTES_PER_S, Transport,
+        Transport,
         buffer::{BufferPool, MIN_RECEIVED},
         tcp::{self, Tcp},
     },
 };
 use link::Links;
-use mooncake_proto::{hello::HelloConfig, manifest::Seal};
+use mooncake_proto::{
+    hello::HelloConfig,
+    manifest::{BLOCK_SIZE_RANGE, Seal},
+};
 use serve::Server;
 use std::{sync::Arc, time::Duration};
 use tokio::{
@@ -92,8 +95,8 @@ pub struct SwarmConfig {
     pub list_timeout: Duration,
     /// See [`DRAIN_TIMEOUT`].
     pub drain_timeout: Duration,
-    /// Most bytes per second to peers. Fewer blocks are sent at a time then, so that each is sent at
-    /// [`LEAST_BYTES_PER_S`] and more, which receivers take for the least that a living peer does.
+    /// Most bytes per second to peers. Under a small one fewer blocks are sent at a time: whoever has a slot waits for
+    /// about a second then, others are told `busy` and ask elsewhere.
     pub upload: Option<Limit>,
     /// Of what comes from peers, and whatever else shares it.
     pub download: Arc<Rate>,
@@ -127,7 +130,8 @@ impl Default for SwarmConfig {
 
 impl SwarmConfig {
     fn upload_slots(&self) -> usize {
-        let within = self.upload.map_or(u64::MAX, |limit| limit.0 / LEAST_BYTES_PER_S);
+        let largest = u64::from(*BLOCK_SIZE_RANGE.end());
+        let within = self.upload.map_or(u64::MAX, |limit| limit.0 / largest);
         self.max_uploads
             .min(usize::try_from(within).unwrap_or(usize::MAX))
             .max(1)
@@ -174,7 +178,7 @@ impl Swarm {
         assert!(!transports.is_empty(), "at least TCP");
         let buffers = Arc::new(BufferPool::new(config.max_received));
         // Two of the largest blocks must fit, or a fetch could not move at all.
-        let least = 2 * *mooncake_proto::manifest::BLOCK_SIZE_RANGE.end() as usize;
+        let least = 2 * *BLOCK_SIZE_RANGE.end() as usize;
         let budget = config.buffer_bytes.max(least) / BUDGET_UNIT_BYTES as usize;
         Self {
             inner: Arc::new(Inner {

@@ -3,7 +3,8 @@
 //! Guaranteed: only verified blocks leave this node; every request is answered once; at most `max_uploads`
 //! blocks are being sent at a time, first copies before others ([`super::slots`]), connections taking turns block by
 //! block;
-//! no block keeps its slot for longer than [`crate::transport::block_time`] allows;
+//! no block keeps its slot for longer than [`crate::transport::block_time`] allows, and what a person's limit makes it wait
+//! before;
 //! a request that gets no slot in [`BUSY_AFTER`] is told `busy`. Not guaranteed: that the disk still gives back
 //! what was verified (the receiver checks).
 
@@ -152,6 +153,10 @@ impl Queued {
     }
 }
 
+/// What a connection has waited for at the rate, less what it has sent since. Below zero after a block that was longer
+/// than the one which was to be sent when it waited.
+type Balance = i64;
+
 /// What a subscription is served from; none while the artifact is not here.
 struct Served {
     artifact: Option<Arc<Artifact>>,
@@ -173,6 +178,13 @@ struct Peer {
 }
 
 impl Peer {
+    /// Length of what is to be sent next; 0: nothing is.
+    fn next_len(&self) -> u32 {
+        let queue = self.queue.lock();
+        let next = next_of(queue.iter().map(|q| q.rank));
+        next.and_then(|at| queue.get(at)).map_or(0, Queued::len)
+    }
+
     /// Takes what is to be sent next out of the queue.
     fn next(&self) -> Option<Queued> {
         let mut queue = self.queue.lock();
@@ -464,6 +476,7 @@ impl Server {
         mut sender: Box<dyn FrameSender>,
         mut control: mpsc::Receiver<Bytes>,
     ) -> io::Result<()> {
+        let mut balance: Balance = 0;
         loop {
             // What is said goes before what is sent: it is small, and others wait for it.
             while let Ok(message) = control.try_recv() {
@@ -481,11 +494,15 @@ impl Server {
                 continue;
             };
             let slot = self.slot(peer.id, rank, &mut sender, &mut control).await?;
+            if slot.is_some() {
+                self.wait_for_rate(peer, &mut balance, &mut sender, &mut control)
+                    .await?;
+            }
             // Now, for a better one may have come, or this one be canceled.
             let Some(next) = peer.next() else { continue };
             match slot {
                 Some(slot) => {
-                    self.wait_for_rate(&next, &mut sender, &mut control).await?;
+                    balance -= Balance::from(next.len());
                     self.upload(peer, &mut sender, next, slot).await?;
                 }
                 None => {
@@ -520,19 +537,28 @@ impl Server {
         }
     }
 
-    /// Until the block may go out, if a person has set a limit. Control messages go out meanwhile.
+    /// Until the next block may go out, if a person has set a limit. Control messages go out meanwhile; and the block
+    /// stays in the queue, where it can be canceled.
     async fn wait_for_rate(
         &self,
-        next: &Queued,
+        peer: &Peer,
+        balance: &mut Balance,
         sender: &mut Box<dyn FrameSender>,
         control: &mut mpsc::Receiver<Bytes>,
     ) -> io::Result<()> {
-        let allowed = self.rate.wait(next.len().into());
+        let due = Balance::from(peer.next_len()) - *balance;
+        let Ok(due) = u64::try_from(due) else {
+            return Ok(());
+        };
+        let allowed = self.rate.wait(due);
         tokio::pin!(allowed);
         loop {
             tokio::select! {
                 biased;
-                () = &mut allowed => return Ok(()),
+                () = &mut allowed => {
+                    *balance = balance.saturating_add_unsigned(due);
+                    return Ok(());
+                }
                 Some(message) = control.recv() => sender.send_control(message).await?,
             }
         }

@@ -95,7 +95,7 @@ impl Body {
                     (self.waited, self.meanwhile_bytes) = (Duration::ZERO, 0);
                 }
                 self.counters.add_fetched(len);
-                // It is here already; the next one comes later for it.
+                // It is here already; the next piece comes later for it.
                 self.download.wait(len).await;
                 self.rest = chunk;
                 return Ok(true);
