@@ -80,6 +80,25 @@ impl NodeSession {
         frame.body.context("a frame without a body")
     }
 
+    /// Reports that the attempt of this order to download failed, for now.
+    pub async fn fail(&self, order: &pb::Order) -> Result<()> {
+        let report = pb::TaskReport {
+            model: order.model.clone(),
+            generation: order.generation,
+            fence: order.fence,
+            kind: pb::TaskKind::Acquire as i32,
+            outcome: pb::TaskOutcome::Failed as i32,
+            failure: Some(pb::Failure {
+                code: "source_unreachable".into(),
+                message: "the source does not answer".into(),
+                retryable: true,
+            }),
+            ..Default::default()
+        };
+        let reports = vec![report];
+        self.send(Up::Reports(pb::ReportBatch { reports })).await
+    }
+
     /// Says it.
     pub async fn send(&self, body: Up) -> Result<()> {
         let sent = self.frames.send(frame(body)).await;

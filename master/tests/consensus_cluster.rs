@@ -2,10 +2,10 @@
 
 mod common;
 
-use std::collections::BTreeSet;
+use std::collections::{BTreeMap, BTreeSet};
 use std::time::Duration;
 
-use common::{PATIENCE, Setup, eventually, probe, raft_client, register, secret, serving, text};
+use common::{Local, PATIENCE, Setup, eventually, probe, raft_client, register, secret, serving, text};
 use futures_util::StreamExt as _;
 use mooncake_master::consensus::{BootstrapError, NotReady, ProposeError, ReadError, TransferError};
 use mooncake_proto::hello::{Purpose, Secret};
@@ -351,6 +351,20 @@ async fn too_large_and_too_much_are_refused_before_the_log() {
     handle.propose(&register("a:1")).await.unwrap();
 }
 
+/// Stops one that does not lead and deletes its data folder; gives its id.
+async fn wipe_a_follower(setup: &Setup, masters: &mut BTreeMap<u64, Local>, leader: u64) -> u64 {
+    let wiped = setup.members.keys().copied().find(|id| *id != leader).unwrap();
+    masters.get_mut(&wiped).unwrap().stop().await;
+    std::fs::remove_dir_all(setup.options(wiped).data_dir).unwrap();
+    wiped
+}
+
+/// Why this master cannot be a part of its cluster.
+async fn refused(back: &mut Local) -> BootstrapError {
+    let failed = back.consensus.as_mut().unwrap().bootstrap_failed();
+    tokio::time::timeout(PATIENCE, failed).await.unwrap()
+}
+
 /// One that was added was not started with --bootstrap, and knows nobody to ask. (Soak, seed 310001: it waited for ever.)
 #[tokio::test(flavor = "multi_thread")]
 async fn a_wiped_master_that_waits_to_be_added_is_told_by_who_calls_it() {
@@ -358,16 +372,12 @@ async fn a_wiped_master_that_waits_to_be_added_is_told_by_who_calls_it() {
     let setup = Setup::new(folder.path(), 3);
     let mut masters = setup.start_all().await;
     let leader = serving(&masters).await;
-    let wiped = setup.members.keys().copied().find(|id| *id != leader).unwrap();
-    masters.get_mut(&wiped).unwrap().stop().await;
-    std::fs::remove_dir_all(folder.path().join(format!("m{wiped}"))).unwrap();
+    let wiped = wipe_a_follower(&setup, &mut masters, leader).await;
 
     let mut options = setup.options(wiped);
     options.bootstrap = false;
     let mut back = setup.start_as(options).await;
-    let refused = tokio::time::timeout(PATIENCE, back.consensus.as_mut().unwrap().bootstrap_failed())
-        .await
-        .unwrap();
+    let refused = refused(&mut back).await;
     assert!(
         matches!(&refused, BootstrapError::Wiped { id, known, found, .. } if *id == wiped && known != found),
         "{refused:?}"
@@ -384,9 +394,7 @@ async fn a_wiped_master_whose_first_peers_are_gone_is_told_by_who_leads() {
     let setup = Setup::new(folder.path(), 3);
     let mut masters = setup.start_all().await;
     let leader = serving(&masters).await;
-    let wiped = setup.members.keys().copied().find(|id| *id != leader).unwrap();
-    masters.get_mut(&wiped).unwrap().stop().await;
-    std::fs::remove_dir_all(folder.path().join(format!("m{wiped}"))).unwrap();
+    let wiped = wipe_a_follower(&setup, &mut masters, leader).await;
 
     let mut options = setup.options(wiped);
     for (id, address) in &mut options.initial_cluster {
@@ -396,9 +404,7 @@ async fn a_wiped_master_whose_first_peers_are_gone_is_told_by_who_leads() {
         }
     }
     let mut back = setup.start_as(options).await;
-    let refused = tokio::time::timeout(PATIENCE, back.consensus.as_mut().unwrap().bootstrap_failed())
-        .await
-        .unwrap();
+    let refused = refused(&mut back).await;
     assert!(
         matches!(&refused, BootstrapError::Wiped { id, by, .. } if (*id, *by) == (wiped, leader)),
         "{refused:?}"
@@ -413,14 +419,10 @@ async fn a_wiped_master_is_refused_under_its_old_id() {
     let mut masters = setup.start_all().await;
     let leader = serving(&masters).await;
     masters[&leader].handle.propose(&register("a:1")).await.unwrap();
-    let wiped = setup.members.keys().copied().find(|id| *id != leader).unwrap();
-    masters.get_mut(&wiped).unwrap().stop().await;
-    std::fs::remove_dir_all(folder.path().join(format!("m{wiped}"))).unwrap();
+    let wiped = wipe_a_follower(&setup, &mut masters, leader).await;
 
     let mut back = setup.start(wiped).await;
-    let refused = tokio::time::timeout(PATIENCE, back.consensus.as_mut().unwrap().bootstrap_failed())
-        .await
-        .unwrap();
+    let refused = refused(&mut back).await;
     assert!(
         matches!(refused, BootstrapError::Wiped { id, .. } if id == wiped),
         "{refused:?}"

@@ -100,9 +100,9 @@ impl Ghost {
                                 at_us: self.history.now_us(),
                                 attempt: old.fence.map_or(0, |f| f.attempt),
                             }));
-                            session.send(failed(&old)).await?;
+                            session.fail(&old).await?;
                         }
-                        session.send(failed(&order)).await?;
+                        session.fail(&order).await?;
                         last = Some(order);
                     }
                     Down::Redirect(_) | Down::Refused(_) => bail!("sent away"),
@@ -156,24 +156,4 @@ impl Ghost {
         }
         Ok(())
     }
-}
-
-/// The order's attempt failed, for now.
-fn failed(order: &pb::Order) -> Up {
-    let report = pb::TaskReport {
-        model: order.model.clone(),
-        generation: order.generation,
-        fence: order.fence,
-        kind: pb::TaskKind::Acquire as i32,
-        outcome: pb::TaskOutcome::Failed as i32,
-        failure: Some(pb::Failure {
-            code: "source_unreachable".into(),
-            message: "the source does not answer".into(),
-            retryable: true,
-        }),
-        ..Default::default()
-    };
-    Up::Reports(pb::ReportBatch {
-        reports: vec![report],
-    })
 }

@@ -2,7 +2,7 @@
 
 use anyhow::{Context, Result};
 use mooncake_chaos::session::NodeSession;
-use mooncake_proto::pb::session::{self as pb, master_frame::Body as Down, node_frame::Body as Up};
+use mooncake_proto::pb::session::{self as pb, master_frame::Body as Down};
 use std::time::Duration;
 
 pub struct FakeNode {
@@ -37,20 +37,6 @@ impl FakeNode {
 
     /// Reports that this order failed, for now.
     pub async fn fail(&self, order: &pb::Order) -> Result<()> {
-        let report = pb::TaskReport {
-            model: order.model.clone(),
-            generation: order.generation,
-            fence: order.fence,
-            kind: pb::TaskKind::Acquire as i32,
-            outcome: pb::TaskOutcome::Failed as i32,
-            failure: Some(pb::Failure {
-                code: "source_unreachable".into(),
-                message: "the source does not answer".into(),
-                retryable: true,
-            }),
-            ..Default::default()
-        };
-        let reports = vec![report];
-        self.session.send(Up::Reports(pb::ReportBatch { reports })).await
+        self.session.fail(order).await
     }
 }
