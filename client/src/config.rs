@@ -98,7 +98,7 @@ pub struct Args {
     #[arg(long, value_name = "N", default_value_t = 16, value_parser = max_uploads)]
     pub max_uploads: usize,
 
-    /// Most bytes per second sent to other nodes, e.g. 500MiB; at least 1MiB. Without it as fast as can be
+    /// Most bytes per second sent to other nodes, e.g. 500MiB; at least 2MiB. Without it as fast as can be
     #[arg(long, value_name = "BYTES/S")]
     pub upload_limit: Option<Limit>,
 
