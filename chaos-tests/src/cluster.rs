@@ -26,6 +26,8 @@ pub const READY_DEADLINE: Duration = Duration::from_secs(120);
 const POLL: Duration = Duration::from_millis(20);
 /// The master's program, in the target folder.
 pub const MASTER: &str = "mooncake_master";
+/// What a master logs that got a snapshot from the leader (`master/src/consensus/service.rs`).
+pub const SNAPSHOT_INSTALLED: &str = "installed the received snapshot";
 
 /// What to start.
 #[derive(Clone, Debug)]
@@ -77,6 +79,15 @@ impl ClusterOptions {
             raft_timers_ms: Some([200, 1500, 3000]),
             ..Self::default()
         }
+    }
+
+    /// `raft_timers_ms` as arguments of a master.
+    pub fn timer_args(&self) -> Vec<String> {
+        let flags = ["--heartbeat-ms", "--election-min-ms", "--election-max-ms"];
+        let timers = self.raft_timers_ms.into_iter().flatten();
+        let args = flags.iter().zip(timers);
+        args.flat_map(|(flag, ms)| [flag.to_string(), ms.to_string()])
+            .collect()
     }
 }
 
@@ -240,15 +251,7 @@ impl Cluster {
                 "--bootstrap",
             ]);
             args.extend(secret_args.iter().cloned());
-            if let Some(timers) = options.raft_timers_ms {
-                let flags = ["--heartbeat-ms", "--election-min-ms", "--election-max-ms"];
-                args.extend(
-                    flags
-                        .iter()
-                        .zip(timers)
-                        .flat_map(|(f, ms)| [f.to_string(), ms.to_string()]),
-                );
-            }
+            args.extend(options.timer_args());
             args.extend(options.master_args.iter().cloned());
             let process = Process::new(
                 &dir,

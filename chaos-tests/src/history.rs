@@ -307,14 +307,19 @@ impl JobSeen {
     }
 }
 
-/// Of a job's snapshot.
-pub fn waiting_for(bytes: &[u8]) -> Option<String> {
-    serde_json::from_slice::<JobSnapshot>(bytes).ok()?.waiting_for
-}
-
 impl Body {
-    /// Reads the body of an answer to an operation of this kind.
-    pub fn parse(kind: &Kind, status: u16, bytes: &[u8]) -> Self {
+    /// Reads the body of an answer to an operation of this kind; and what the job in it waits for, if it is one.
+    pub fn parse(kind: &Kind, status: u16, bytes: &[u8]) -> (Self, Option<String>) {
+        if (200..300).contains(&status)
+            && !matches!(kind, Kind::List { .. })
+            && let Ok(snapshot) = serde_json::from_slice::<JobSnapshot>(bytes)
+        {
+            return (Self::Job(JobSeen::of(&snapshot)), snapshot.waiting_for);
+        }
+        (Self::without_job(kind, status, bytes), None)
+    }
+
+    fn without_job(kind: &Kind, status: u16, bytes: &[u8]) -> Self {
         let other = || {
             let text = String::from_utf8_lossy(bytes);
             Self::Other(text.chars().take(200).collect())
@@ -334,7 +339,7 @@ impl Body {
                     Self::List(list.jobs.into_iter().map(line).collect())
                 },
             ),
-            _ => serde_json::from_slice(bytes).map_or_else(|_| other(), |s| Self::Job(JobSeen::of(&s))),
+            _ => other(),
         }
     }
 }
@@ -611,7 +616,7 @@ mod tests {
     #[test]
     fn an_answer_of_the_balancer_is_no_masters_problem() {
         let kind = Kind::Cancel { job: "j".into() };
-        let body = Body::parse(&kind, 503, b"<html>no server is available</html>");
+        let (body, _) = Body::parse(&kind, 503, b"<html>no server is available</html>");
         assert!(matches!(body, Body::Other(_)));
     }
 }

@@ -111,14 +111,20 @@ mod tests {
         });
     }
 
-    /// A term that rises between second 10 and 11; a fault from second 5 on, healed and well at these seconds.
-    fn run(concern: Concern, healed: u64, well: u64) -> u64 {
+    /// A term that rises between second 10 and 11.
+    fn risen() -> Run {
         let mut run = Run::new();
         for at in 0..20 {
             for id in 1..=3 {
                 look(&mut run, at * SECOND + id, id, if at > 10 { 8 } else { 7 });
             }
         }
+        run
+    }
+
+    /// And a fault from second 5 on, healed and well at these seconds.
+    fn run(concern: Concern, healed: u64, well: u64) -> u64 {
+        let mut run = risen();
         event(&mut run, 5 * SECOND, Phase::Injected, concern.clone());
         event(&mut run, healed * SECOND, Phase::Healed, concern.clone());
         event(&mut run, well * SECOND, Phase::Well, concern);
@@ -143,12 +149,7 @@ mod tests {
     #[test]
     fn a_machine_that_stands_still_is_a_fault_of_the_masters() {
         let stood_still = |from: u64, to: u64| {
-            let mut run = Run::new();
-            for at in 0..20 {
-                for id in 1..=3 {
-                    look(&mut run, at * SECOND + id, id, if at > 10 { 8 } else { 7 });
-                }
-            }
+            let mut run = risen();
             run.evidence.standstills.push(Standstill {
                 from_us: from * SECOND,
                 to_us: to * SECOND,

@@ -83,13 +83,15 @@ pub struct Measured {
 }
 
 impl Measured {
-    /// Adds another round, or another caller of the same.
-    pub fn add(&mut self, other: Self) {
-        self.latencies.extend(other.latencies);
+    /// Adds other rounds, or all callers of one.
+    pub fn add(&mut self, others: impl IntoIterator<Item = Self>) {
+        for other in others {
+            self.latencies.extend(other.latencies);
+            self.failed += other.failed;
+            self.first_failure = self.first_failure.take().or(other.first_failure);
+            self.rates.extend(other.rates);
+        }
         self.latencies.sort_unstable();
-        self.failed += other.failed;
-        self.first_failure = self.first_failure.take().or(other.first_failure);
-        self.rates.extend(other.rates);
     }
 
     /// Milliseconds below which the share `p` is.
@@ -222,10 +224,12 @@ async fn one(plan: Plan, askers: Vec<Asker>) -> Result<Measured> {
             }
         })
     });
-    let mut measured = Measured::default();
+    let mut seen = Vec::new();
     for caller in callers.collect::<Vec<_>>() {
-        measured.add(caller.await?);
+        seen.push(caller.await?);
     }
+    let mut measured = Measured::default();
+    measured.add(seen);
     let rate = measured.latencies.len() as f64 / began.elapsed().as_secs_f64();
     measured.rates.push(rate);
     Ok(measured)
@@ -251,9 +255,8 @@ mod tests {
             rates: vec![1.0],
         };
         let mut sum = Measured::default();
-        sum.add(of(&[5, 1], None));
-        sum.add(of(&[3], Some("first")));
-        sum.add(of(&[], Some("second")));
+        sum.add([of(&[5, 1], None)]);
+        sum.add([of(&[3], Some("first")), of(&[], Some("second"))]);
         assert_eq!(sum.ms_at(0.5), 3.0);
         assert_eq!((sum.failed, sum.rates.len()), (2, 3));
         assert_eq!(sum.first_failure.as_deref(), Some("first"));

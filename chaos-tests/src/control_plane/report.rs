@@ -38,7 +38,7 @@ impl Report {
 
     /// What one loop brought.
     pub(super) fn add_rate(&mut self, kind: Kind, subject: &'static str, measured: Measured) {
-        self.rates.entry((kind, subject)).or_default().add(measured);
+        self.rates.entry((kind, subject)).or_default().add([measured]);
     }
 
     /// What does not hold.

@@ -1,6 +1,5 @@
 //! The generator of an overload: a process of its own, pinned to one core, so that it takes from the masters no more
 //! than that.
-
 //!
 //! It has to offer what it is told however busy the machine is, or it measures itself: bodies are encoded once, answers
 //! are read whole so that connections are used again, and it runs before others that want its core.

@@ -280,12 +280,6 @@ async fn corrupt_staging(bed: &mut Testbed, client: usize) -> Result<()> {
     }
 }
 
-/// Flips one bit in the first data of the largest file that a client has in staging. The client must not run.
-pub fn flip_bit_in_staging(root: &Path) -> Result<()> {
-    let (path, at) = staged_data(root)?;
-    flip_bit(&path, at)
-}
-
 /// The largest file that a client has in staging, and where its data begins.
 fn staged_data(root: &Path) -> Result<(PathBuf, u64)> {
     let staging = root.join(".mooncake");
@@ -306,6 +300,7 @@ fn staged_data(root: &Path) -> Result<(PathBuf, u64)> {
     Ok((largest.into_path(), at))
 }
 
+/// Of a file that nobody uses meanwhile.
 fn flip_bit(path: &Path, at: u64) -> Result<()> {
     let file = File::options().read(true).write(true).open(path)?;
     let mut byte = [0];

@@ -9,7 +9,7 @@
 mod inject;
 mod operate;
 
-pub use inject::flip_bit_in_staging;
+pub use operate::wait_purged;
 
 use crate::{
     history::Concern,

@@ -92,7 +92,7 @@ async fn join(bed: &mut Testbed, master: usize, before: &[&str], after: &[&str])
 }
 
 /// Waits until the leader's log begins behind `index`.
-pub(super) async fn wait_purged(bed: &mut Testbed, index: u64) -> Result<()> {
+pub async fn wait_purged(bed: &mut Testbed, index: u64) -> Result<()> {
     let until = Instant::now() + READY_DEADLINE;
     loop {
         let leader = bed.cluster.leader().await?;

@@ -6,6 +6,7 @@ use super::{
 };
 use crate::{
     checks::{self, Convergence, Elected, Evidence, Served, downloads::most_covered, log},
+    cluster::SNAPSHOT_INSTALLED,
     history::{History, Phase},
     nemesis::{Injected, Nemesis},
     process::Process,
@@ -31,8 +32,6 @@ const MODELS: usize = 120;
 /// What the source gives: a model takes a second, so that faults meet downloads under way, and all of a round's models
 /// well below its length.
 const SOURCE_BYTES_PER_SECOND: u64 = 2 << 20;
-/// What a master logs that got a snapshot from the leader (`master/src/consensus/service.rs`).
-const INSTALLED: &str = "installed the received snapshot";
 /// Disk of a master: all of its log of a round, several times over.
 const MASTER_DISK_BYTES: u64 = 1 << 30;
 /// Disk of a client: all models of a round.
@@ -339,7 +338,7 @@ async fn evidence(bed: &mut Testbed, history: &History, convergence: Vec<Converg
         evidence
             .elected
             .extend(Elected::in_log(*id, &log).map_err(|e| anyhow!(e))?);
-        evidence.installed += log.matches(INSTALLED).count() as u64;
+        evidence.installed += log.matches(SNAPSHOT_INSTALLED).count() as u64;
     }
     let disks = bed.cluster.ids.iter().copied();
     let disks: Vec<_> = disks.zip(bed.cluster.data_dirs.iter().cloned()).collect();

@@ -5,7 +5,7 @@ use super::{
     audit::Auditor,
     planner::{Known, Planner, Sent, Step},
 };
-use crate::history::{Answer, Body, History, Kind, Op, Outcome, Record, waiting_for};
+use crate::history::{Answer, Body, History, Kind, Op, Outcome, Record};
 use anyhow::Result;
 use mooncake_proto::api::{HEADER_APPLIED_INDEX, HEADER_SERVED_BY, HEADER_TERM};
 use rand::{RngExt, SeedableRng, rngs::StdRng};
@@ -189,13 +189,14 @@ async fn answer(request: reqwest::RequestBuilder, kind: &Kind) -> reqwest::Resul
         number(HEADER_APPLIED_INDEX),
     );
     let bytes = response.bytes().await?;
+    let (body, waiting_for) = Body::parse(kind, status, &bytes);
     Ok(Answer {
         status,
         served_by,
         term,
         applied_index,
-        waiting_for: waiting_for(&bytes),
-        body: Body::parse(kind, status, &bytes),
+        waiting_for,
+        body,
     })
 }
 

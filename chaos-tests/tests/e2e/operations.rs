@@ -672,16 +672,8 @@ async fn after_the_loss_of_a_quorum_one_master_goes_on_and_the_old_ones_command_
         .await?;
     }
     for &old in &lost {
-        let url = format!("{}/metrics", bed.cluster.endpoints[old]);
-        let metrics = bed.cluster.http.get(url).send().await?.text().await?;
-        let sessions = metrics
-            .lines()
-            .find(|line| line.starts_with("master_node_sessions"));
-        assert_eq!(
-            sessions,
-            Some("master_node_sessions 0"),
-            "an old master commands a node"
-        );
+        let sessions = bed.cluster.master_metric(old, "master_node_sessions").await?;
+        assert_eq!(sessions, 0, "an old master commands a node");
     }
 
     // With the right one back they obey it, and nothing of the old life has changed anything.

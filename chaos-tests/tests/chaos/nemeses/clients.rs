@@ -1,6 +1,6 @@
 //! Clients that die or stand still, and bytes that are damaged on disk or on the wire.
 
-use super::until;
+use super::{BLOCK_BYTES, until};
 use crate::LONG;
 use anyhow::{Context, Result};
 use mooncake_chaos::{
@@ -11,8 +11,6 @@ use serde_json::Value;
 
 /// Where the source stops until a test lets it go on: whole blocks of a file of 16 MiB.
 const HELD: u64 = 12 << 20;
-/// Of the product.
-const BLOCK: u64 = 256 << 10;
 
 struct Transfer {
     bed: Testbed,
@@ -143,7 +141,7 @@ async fn a_bit_that_flips_on_the_disk_is_found() -> Result<()> {
     // All of what the source gives is there, and known for good: the journal says so after a kill.
     let root = t.bed.cluster.roots[1].clone();
     until("the journal has what came", async || {
-        Ok(journaled_blocks(&root)?.len() as u64 == HELD / BLOCK)
+        Ok(journaled_blocks(&root)?.len() as u64 == HELD / BLOCK_BYTES)
     })
     .await?;
     let fault = Nemesis::CorruptStaging(1).inject(&mut t.bed).await?;

@@ -9,7 +9,7 @@ mod stalls;
 
 use crate::LONG;
 use anyhow::{Context, Result, ensure};
-use mooncake_chaos::{Testbed, TestbedOptions};
+use mooncake_chaos::{ClusterOptions, Testbed, TestbedOptions};
 use serde_json::{Value, json};
 use std::time::{Duration, Instant};
 
@@ -26,15 +26,12 @@ pub(crate) async fn masters_only(change: impl FnOnce(&mut TestbedOptions)) -> Re
     Testbed::start(options).await
 }
 
+/// Blocks of models as small as these.
+pub(crate) const BLOCK_BYTES: u64 = 256 << 10;
+
 /// For tests that count elections and are about anything but time-outs: a machine that stands still starts none.
 pub(crate) fn calm(options: &mut TestbedOptions) {
-    options.master_args = [
-        "--heartbeat-ms=200",
-        "--election-min-ms=1500",
-        "--election-max-ms=3000",
-    ]
-    .map(str::to_owned)
-    .to_vec();
+    options.master_args = ClusterOptions::calm().timer_args();
 }
 
 /// Longer than a few lost packets take on a link that is full.

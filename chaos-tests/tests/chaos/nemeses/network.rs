@@ -4,6 +4,8 @@ use super::{calm, leader_among, masters_only, probe, term, until, view, whole, w
 use anyhow::{Context, Result};
 use mooncake_chaos::{
     Filter, Nemesis, Testbed, TestbedOptions, Who,
+    cluster::SNAPSHOT_INSTALLED,
+    nemesis::wait_purged,
     testbed::{BalancerKind, master_host},
 };
 use serde_json::Value;
@@ -274,6 +276,8 @@ async fn a_leader_that_its_quorum_does_not_reach_is_left_by_the_front_door() -> 
     })
     .await?;
     let took = started.elapsed();
+    // A second by design. What `/readyz` waits for otherwise, until a leader is not heard of any more, is five.
+    assert!(took < Duration::from_secs(5), "not ready only after {took:?}");
     let view: Value = {
         let url = format!("{}/readyz", bed.cluster.endpoints[old]);
         bed.cluster.http.get(url).send().await?.json().await?
@@ -320,11 +324,7 @@ async fn a_snapshot_over_a_slow_link_arrives_and_deposes_nobody() -> Result<()> 
     }
     // A leader gives up what it was sending to a dead follower when its next attempt fails, and purges then: before
     // that a follower that comes back is sent the log.
-    until("the leader's log is purged", async || {
-        let purged = bed.cluster.master_metric(leader, "master_raft_purged_index");
-        Ok(purged.await? > known)
-    })
-    .await?;
+    wait_purged(&mut bed, known).await?;
     // Then nothing but the snapshot is under way: the orders of the large jobs would fill the link just as well.
     until("the node has answered every order", async || {
         let failed = bed
@@ -354,7 +354,7 @@ async fn a_snapshot_over_a_slow_link_arrives_and_deposes_nobody() -> Result<()> 
     let least = Duration::from_secs(320_000 * 8 / RATE);
     assert!(took >= least, "caught up after {took:?}: the link is not slow");
     bed.cluster.masters[away]
-        .wait_log("installed the received snapshot", crate::LONG)
+        .wait_log(SNAPSHOT_INSTALLED, crate::LONG)
         .await?;
     let qdisc = bed.network.host(&master_host(away))?.namespace.run(
         "tc",
@@ -407,7 +407,7 @@ async fn a_slow_snapshot_is_sent_to_one_that_lacks_what_is_purged() -> Result<()
     )?;
     assert!(qdisc.contains("tbf") && qdisc.contains("2Mbit"), "{qdisc}");
     bed.cluster.masters[away]
-        .wait_log("installed the received snapshot", crate::LONG)
+        .wait_log(SNAPSHOT_INSTALLED, crate::LONG)
         .await?;
     writes.abort();
     fault.heal(&mut bed).await?;

@@ -1,14 +1,12 @@
 //! Sources that fail, stall, send too little or too much, or change.
 
-use super::until;
+use super::{BLOCK_BYTES, until};
 use crate::LONG;
 use anyhow::{Context, Result};
 use mooncake_chaos::{Behaviour, Model, Nemesis, Testbed, TestbedOptions};
 use serde_json::{Value, json};
 
 const BYTES: u64 = 8 << 20;
-/// Blocks of a model of this size.
-const BLOCK_BYTES: u64 = 256 << 10;
 
 async fn bed() -> Result<(Testbed, tempfile::TempDir)> {
     let mut bed = Testbed::start(TestbedOptions {
