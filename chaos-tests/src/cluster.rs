@@ -28,6 +28,8 @@ const POLL: Duration = Duration::from_millis(20);
 pub const MASTER: &str = "mooncake_master";
 /// What a master logs that got a snapshot from the leader (`master/src/consensus/service.rs`).
 pub const SNAPSHOT_INSTALLED: &str = "installed the received snapshot";
+/// What a master logs of a node that has not come back within the grace.
+pub const NODE_DOWN: &str = "node down node=";
 
 /// What to start.
 #[derive(Clone, Debug)]
@@ -344,9 +346,22 @@ impl Cluster {
 
     /// Waits until every running master is ready and every running client's node is up.
     pub async fn wait_ready(&mut self) -> Result<()> {
+        self.wait(async |cluster| {
+            cluster.masters_ready().await?;
+            cluster.nodes_up().await
+        })
+        .await
+    }
+
+    /// Waits until every running master is ready, whatever its nodes are.
+    pub async fn wait_masters_ready(&mut self) -> Result<()> {
+        self.wait(async |cluster| cluster.masters_ready().await).await
+    }
+
+    async fn wait(&mut self, mut ready: impl AsyncFnMut(&mut Self) -> Result<()>) -> Result<()> {
         let until = Instant::now() + READY_DEADLINE;
         loop {
-            match self.ready().await {
+            match ready(self).await {
                 Ok(()) => return Ok(()),
                 Err(e) if Instant::now() >= until => {
                     return Err(e.context(format!(
@@ -359,7 +374,7 @@ impl Cluster {
         }
     }
 
-    async fn ready(&mut self) -> Result<()> {
+    async fn masters_ready(&mut self) -> Result<()> {
         for i in 0..self.masters.len() {
             if self.masters[i].is_running() {
                 let answer = self
@@ -375,6 +390,10 @@ impl Cluster {
                 );
             }
         }
+        Ok(())
+    }
+
+    async fn nodes_up(&mut self) -> Result<()> {
         let want: Vec<_> = (0..self.clients.len())
             .filter(|&i| self.clients[i].is_running())
             .map(|i| self.nodes[i].clone())

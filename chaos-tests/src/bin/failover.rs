@@ -20,8 +20,8 @@ use std::{fs::File, path::PathBuf, process::ExitCode, sync::Arc, time::Duration}
 ///
 /// Exit code 0: all was measured, and Mooncake holds what is promised of it: without writes for at most 0.15 s (p50) and
 /// 0.7 s (p99) after a kill, 0.5 and 1.2 s after a freeze or a cut-off, no election without a fault, no failed write in a
-/// planned hand-over and p99 at most 0.1 s; 2: something of this does not hold; 1: it could not be measured. A p50 of less
-/// than 10 samples and a p99 of less than 100 are not judged, and it says so.
+/// planned hand-over and p99 at most 0.1 s; 2: something of this does not hold; 1: it could not be measured. A p99 of
+/// less than 100 samples is the largest of them.
 #[derive(Parser)]
 #[command(version)]
 struct Arguments {

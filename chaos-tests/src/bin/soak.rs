@@ -18,6 +18,8 @@ const CLOCKS_EVERY: u64 = 3;
 /// Every so many seeds masters take snapshots and purge their logs, with the clocks of every third one of these jumping. In
 /// the other rounds the whole log is judged.
 const SNAPSHOTS_EVERY: u64 = 4;
+/// Every so many seeds a node that is away is soon taken for lost.
+const SHORT_GRACE_EVERY: u64 = 4;
 
 /// Runs a cluster under load and random faults, round after round, and checks everything. Needs root.
 #[derive(Parser)]
@@ -83,6 +85,7 @@ async fn run(args: &Args) -> Result<Report> {
             clients: args.clients as usize,
             clocks: seed.is_multiple_of(CLOCKS_EVERY),
             snapshots: seed % SNAPSHOTS_EVERY == 1,
+            short_grace: seed % SHORT_GRACE_EVERY == 2,
             converge_within: Duration::from_secs(args.converge_s),
             out: args.out.join(format!("seed-{seed}")),
             progress: |what| eprintln!("{what}"),

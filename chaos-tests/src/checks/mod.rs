@@ -149,6 +149,8 @@ pub struct Evidence {
     pub stale_sent: u64,
     /// Snapshots that masters were sent and took over.
     pub installed: u64,
+    /// Nodes, other than the one that is a ghost, that masters gave up for lost.
+    pub nodes_down: u64,
     /// What the source served.
     pub served: Vec<Served>,
     /// The committed log; none: it could not be had (then what depends on it is not judged).

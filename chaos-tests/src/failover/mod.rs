@@ -7,8 +7,7 @@
 //!
 //! All clusters are up at once and take turns, see [`run`]: what one loses is measured while the others are at rest.
 //!
-//! Not measured: clients' own retries. A write that fails is not repeated; the next one is 10 ms behind it. A cut-off
-//! takes some milliseconds to be complete on all hosts; they count.
+//! Not measured: clients' own retries. A write that fails is not repeated; the next one is 10 ms behind it.
 
 mod etcd;
 mod etcd_rpc;

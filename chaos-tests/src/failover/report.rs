@@ -22,9 +22,6 @@ const SILENT: Targets = Targets {
 };
 /// The 99th percentile of writes during a planned hand-over, of which none may fail.
 const HAND_OVER_P99: Duration = Duration::from_millis(100);
-/// A percentile of fewer samples than these says nothing: it is not judged.
-const SAMPLES_FOR_P50: usize = 10;
-const SAMPLES_FOR_P99: usize = 100;
 
 struct Targets {
     p50: Duration,
@@ -43,21 +40,17 @@ impl Fault {
 /// What became of the targets.
 #[derive(Debug, Default, PartialEq, Eq)]
 pub struct Verdict {
-    /// A line for each that was missed.
+    /// A line for each that was missed, or of which there is no sample.
     pub missed: Vec<String>,
-    /// A line for each that cannot be judged: too few samples.
-    pub not_judged: Vec<String>,
 }
 
 impl Verdict {
-    /// `sorted` against one target.
-    fn percentile(&mut self, what: &str, sorted: &[Duration], p: f64, needed: usize, target: Duration) {
+    /// `sorted` against one target. By the nearest rank: a p99 of fewer than a hundred samples is their largest, so that
+    /// few are judged more strictly, never less.
+    fn percentile(&mut self, what: &str, sorted: &[Duration], p: f64, target: Duration) {
         let name = format!("p{:.0}", p * 100.0);
-        if sorted.len() < needed {
-            self.not_judged.push(format!(
-                "{what}: {name} of {} samples; it needs {needed}",
-                sorted.len()
-            ));
+        if sorted.is_empty() {
+            self.missed.push(format!("{what}: {name} of no sample at all"));
             return;
         }
         let took = percentile(sorted, p);
@@ -210,9 +203,6 @@ impl Report {
         }
         text += &machine_line(self.load_before, self.began);
         let verdict = self.verdict();
-        for what in &verdict.not_judged {
-            text += &format!("NOT JUDGED: {what}\n");
-        }
         for what in &verdict.missed {
             text += &format!("DOES NOT HOLD: {what}\n");
         }
@@ -230,8 +220,8 @@ impl Report {
             for row in &cluster.rows {
                 let (what, sorted) = (format!("{name}, {}", row.fault.name()), row.sorted());
                 let targets = row.fault.targets();
-                verdict.percentile(&what, &sorted, 0.5, SAMPLES_FOR_P50, targets.p50);
-                verdict.percentile(&what, &sorted, 0.99, SAMPLES_FOR_P99, targets.p99);
+                verdict.percentile(&what, &sorted, 0.5, targets.p50);
+                verdict.percentile(&what, &sorted, 0.99, targets.p99);
             }
             if cluster.at_rest > 0 {
                 let elections = cluster.at_rest;
@@ -250,7 +240,7 @@ impl Report {
                 ));
             }
             let what = format!("{}, writes during it", how.name());
-            verdict.percentile(&what, &cost.during, 0.99, SAMPLES_FOR_P99, HAND_OVER_P99);
+            verdict.percentile(&what, &cost.during, 0.99, HAND_OVER_P99);
         }
         verdict
     }
@@ -267,7 +257,6 @@ impl Report {
             "interval_s": self.interval.as_secs_f64(),
             "errors": self.errors(),
             "does_not_hold": verdict.missed,
-            "not_judged": verdict.not_judged,
         })];
         for (cluster, row, planned) in self.rows() {
             let sorted = row.sorted();
@@ -461,27 +450,17 @@ mod tests {
     }
 
     #[test]
-    fn few_samples_are_not_judged_and_it_says_so() {
-        let mut report = report(true);
-        killed(&mut report, "a", 9, 1000, 1000);
-        let verdict = report.verdict();
-        assert_eq!(
-            (verdict.missed.len(), verdict.not_judged.len()),
-            (0, 2),
-            "{verdict:?}"
-        );
-        killed(&mut report, "a", 90, 1000, 1000);
-        let verdict = report.verdict();
-        assert_eq!(
-            (verdict.missed.len(), verdict.not_judged.len()),
-            (1, 1),
-            "{verdict:?}"
-        );
-        assert!(
-            report
-                .text()
-                .contains("NOT JUDGED: a, kill -9: p99 of 99 samples")
-        );
+    fn few_samples_are_judged_by_their_largest_and_none_is_a_miss() {
+        let mut few = report(true);
+        killed(&mut few, "a", 5, 100, 700);
+        assert_eq!(few.verdict(), Verdict::default());
+        killed(&mut few, "a", 1, 100, 701);
+        let missed = few.verdict().missed;
+        assert!(missed.len() == 1 && missed[0].contains("p99 701"), "{missed:?}");
+
+        let missed = report(true).verdict().missed;
+        let none = |line: &String| line.contains("of no sample at all");
+        assert!(missed.len() == 2 && missed.iter().all(none), "{missed:?}");
     }
 
     /// A hundred writes during the hand-over, of which two take `worst_ms`.

@@ -32,7 +32,7 @@ impl Nemesis {
 
     async fn try_inject(&self, bed: &mut Testbed) -> Result<Injected> {
         let victims = self.victims(bed).await?;
-        let mut undo = Vec::new();
+        let (mut undo, mut met_nothing) = (Vec::new(), false);
         match *self {
             Self::Kill(_) => {
                 for &i in &victims {
@@ -140,18 +140,24 @@ impl Nemesis {
             Self::RefuseLeader(filter) => {
                 let [leader, follower] = [victims[0], victims[1]].map(master_host);
                 let address = |host: &str| bed.network.host(host).map(|h| h.address);
-                let token = match filter {
+                let tokens = match filter {
                     Filter::AtFollower => {
                         let to = address(&leader)?;
-                        bed.network.add_rule(&follower, Rule::RefuseTo { to })?
+                        vec![bed.network.add_rule(&follower, Rule::RefuseTo { to })?]
                     }
                     Filter::AtLeader => {
-                        let from = address(&follower)?;
                         let port = bed.rpc_address(victims[0])?.port();
-                        bed.network.add_rule(&leader, Rule::RefusePort { from, port })?
+                        let others = (0..bed.cluster.masters.len()).filter(|&i| i != victims[0]);
+                        let froms: Vec<_> =
+                            others.map(|i| address(&master_host(i))).collect::<Result<_>>()?;
+                        let refuse = |from| Rule::RefusePort { from, port };
+                        let rules = froms.into_iter().map(refuse);
+                        rules
+                            .map(|rule| bed.network.add_rule(&leader, rule))
+                            .collect::<Result<_>>()?
                     }
                 };
-                undo.push(Undo::Rules(vec![token]));
+                undo.push(Undo::Rules(tokens));
             }
             Self::TransferStorm { times } => operate::transfer_storm(bed, times).await?,
             Self::MembershipChurn => {
@@ -169,7 +175,8 @@ impl Nemesis {
                     let status = bed.cluster.masters[i].terminate(READY_DEADLINE).await?;
                     ensure!(status.success(), "master {} ended with {status}", i + 1);
                     bed.cluster.masters[i].start()?;
-                    bed.cluster.wait_ready().await?;
+                    // A client may have a fault of its own meanwhile.
+                    bed.cluster.wait_masters_ready().await?;
                 }
             }
             Self::KillClient(i) => {
@@ -190,7 +197,7 @@ impl Nemesis {
                 undo.push(Undo::RemoveFile(file));
             }
             Self::CorruptStaging(i) => {
-                corrupt_staging(bed, i).await?;
+                met_nothing = !corrupt_staging(bed, i).await?;
                 undo.push(Undo::StartClient(i));
             }
             Self::CorruptWire { to, from, times } => {
@@ -210,6 +217,7 @@ impl Nemesis {
         Ok(Injected {
             nemesis: self.clone(),
             victims,
+            met_nothing,
             undo,
         })
     }
@@ -262,8 +270,8 @@ const DATA: &str = "data";
 const STAGING_PATIENCE: Duration = Duration::from_secs(20);
 
 /// Kills a client in the middle of a download and damages what it has. One that has published in the last moment runs
-/// again, until its next download; one that downloads nothing any more is only killed.
-async fn corrupt_staging(bed: &mut Testbed, client: usize) -> Result<()> {
+/// again, until its next download; one that downloads nothing any more is only killed, and the answer is no.
+async fn corrupt_staging(bed: &mut Testbed, client: usize) -> Result<bool> {
     let root = bed.cluster.roots[client].clone();
     let until = Instant::now() + STAGING_PATIENCE;
     loop {
@@ -272,8 +280,8 @@ async fn corrupt_staging(bed: &mut Testbed, client: usize) -> Result<()> {
         }
         bed.cluster.clients[client].kill();
         match staged_data(&root) {
-            Ok((path, at)) => return flip_bit(&path, at),
-            Err(_) if Instant::now() >= until => return Ok(()),
+            Ok((path, at)) => return flip_bit(&path, at).map(|()| true),
+            Err(_) if Instant::now() >= until => return Ok(false),
             Err(_) => {}
         }
         bed.cluster.clients[client].start()?;
@@ -283,10 +291,15 @@ async fn corrupt_staging(bed: &mut Testbed, client: usize) -> Result<()> {
 /// The largest file that a client has in staging, and where its data begins.
 fn staged_data(root: &Path) -> Result<(PathBuf, u64)> {
     let staging = root.join(".mooncake");
+    // Below it only: the root itself may be called so.
+    let is_data = |path: &Path| {
+        path.strip_prefix(&staging)
+            .is_ok_and(|below| below.components().any(|c| c.as_os_str() == DATA))
+    };
     let largest = walkdir::WalkDir::new(&staging)
         .into_iter()
         .filter_map(Result::ok)
-        .filter(|e| e.file_type().is_file() && e.path().components().any(|c| c.as_os_str() == DATA))
+        .filter(|e| e.file_type().is_file() && is_data(e.path()))
         .max_by_key(|e| e.metadata().map_or(0, |m| m.len()))
         .with_context(|| format!("nothing is staged below {}", staging.display()))?;
     let file = File::open(largest.path())?;
@@ -309,4 +322,27 @@ fn flip_bit(path: &Path, at: u64) -> Result<()> {
     file.write_all_at(&byte, at)?;
     file.sync_all()?;
     Ok(())
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+
+    #[test]
+    fn only_what_is_in_staging_is_damaged_whatever_the_root_is_called() {
+        let dir = tempfile::tempdir().unwrap();
+        let root = dir.path().join(DATA);
+        let staging = root.join(".mooncake/staging/key");
+        fs::create_dir_all(staging.join(DATA)).unwrap();
+        fs::write(root.join(".mooncake/fences"), [1; 9000]).unwrap();
+        fs::write(staging.join("journal"), [1; 9000]).unwrap();
+        assert!(staged_data(&root).is_err(), "nothing is being received");
+        let file = staging.join(DATA).join("a.bin");
+        fs::write(&file, [0; 8192]).unwrap();
+        assert!(staged_data(&root).is_err(), "nothing of it has come yet");
+        let mut bytes = vec![0; 8192];
+        bytes[4096] = 7;
+        fs::write(&file, bytes).unwrap();
+        assert_eq!(staged_data(&root).unwrap(), (file, 4096));
+    }
 }

@@ -65,7 +65,7 @@ impl Who {
 pub enum Filter {
     /// At one follower: all connections between it and the leader, whoever opens them.
     AtFollower,
-    /// At the leader: what one follower dials there. The leader's own connections to that follower go on.
+    /// At the leader: what the other masters dial there. The leader's own connections to them go on.
     AtLeader,
 }
 
@@ -226,6 +226,8 @@ pub struct Injected {
     pub nemesis: Nemesis,
     /// Indices of the masters or clients it befell.
     pub victims: Vec<usize>,
+    /// It found nothing to befall: there was no download to damage.
+    pub met_nothing: bool,
     undo: Vec<Undo>,
 }
 

@@ -1,5 +1,6 @@
 //! What a soak says of itself, for programs and for people.
 
+use super::RoundOptions;
 use crate::{
     checks::{Convergence, Evidence, Violation},
     history::{Event, Kind, Op, Outcome, Phase},
@@ -12,6 +13,9 @@ use std::{collections::BTreeMap, fmt::Write};
 
 /// Upper bounds of the histogram's bars, in milliseconds.
 const BARS_MS: [u64; 8] = [100, 200, 300, 500, 1000, 2000, 5000, u64::MAX];
+
+/// What the healing of a fault that befell nothing says.
+pub(super) const MET_NOTHING: &str = "met nothing";
 
 /// One round.
 #[derive(Clone, Debug, Serialize)]
@@ -40,6 +44,8 @@ pub struct RoundReport {
     pub folders: u64,
     /// Elections that masters logged.
     pub elections: u64,
+    /// Whether nodes were to be lost for good.
+    pub short_grace: bool,
     /// Of a round whose masters purge their logs.
     pub snapshots: Option<SnapshotReport>,
     /// Commands in the log.
@@ -48,6 +54,8 @@ pub struct RoundReport {
     pub stale_reports: u64,
     /// Those that were sent on purpose, whether they got there or not.
     pub stale_sent: u64,
+    /// Times that a node, other than the one that is a ghost, stayed away for longer than the grace.
+    pub nodes_down: u64,
     /// Times that the machine itself stood still.
     pub standstills: u64,
     /// How soon all was well, after each healing and at the end.
@@ -70,6 +78,8 @@ pub struct SnapshotReport {
 pub struct NemesisReport {
     /// How often.
     pub count: u64,
+    /// Of those, the ones that found nothing to befall: a download to damage, when there was none.
+    pub met_nothing: u64,
     /// From each injection to the first acknowledgement of a write that was sent after it.
     pub next_write_ms: Vec<u64>,
 }
@@ -87,11 +97,10 @@ pub struct Report {
 
 /// Adds one round's evidence up.
 pub(super) fn summarise(
-    seed: u64,
+    options: &RoundOptions,
     evidence: &Evidence,
     violations: Vec<Violation>,
     duplicate_bytes: u64,
-    snapshots: bool,
 ) -> RoundReport {
     let writes = || {
         evidence
@@ -102,7 +111,8 @@ pub(super) fn summarise(
     let lost = violations.iter().find(|v| v.invariant == "acknowledged");
     let replay = evidence.replay.as_ref();
     RoundReport {
-        seed,
+        seed: options.seed,
+        short_grace: options.short_grace,
         requests: evidence.ops.len() as u64,
         jobs: replay.map_or(0, |r| r.jobs.len() as u64),
         acknowledged_writes: writes().filter(|op| op.is_acknowledged_write()).count() as u64,
@@ -113,7 +123,7 @@ pub(super) fn summarise(
         duplicate_bytes,
         folders: evidence.folders.len() as u64,
         elections: evidence.elected.len() as u64,
-        snapshots: snapshots.then(|| SnapshotReport {
+        snapshots: options.snapshots.then(|| SnapshotReport {
             installed: evidence.installed,
             replayed_from: replay.map_or(0, |r| r.first_index),
             replayed_to: replay.map_or(0, |r| r.last_index),
@@ -121,6 +131,7 @@ pub(super) fn summarise(
         commands: replay.map(|r| r.commands.clone()).unwrap_or_default(),
         stale_reports: replay.map_or(0, |r| r.stale_reports),
         stale_sent: evidence.stale_sent,
+        nodes_down: evidence.nodes_down,
         standstills: evidence.standstills.len() as u64,
         convergence: evidence.convergence.clone(),
         violations,
@@ -166,6 +177,12 @@ fn nemeses(events: &[Event], ops: &[Op]) -> BTreeMap<String, NemesisReport> {
             .min();
         report.next_write_ms.extend(next.map(|us| us / 1000));
     }
+    for event in events
+        .iter()
+        .filter(|e| e.phase == Phase::Healed && e.detail == MET_NOTHING)
+    {
+        out.entry(event.name.clone()).or_default().met_nothing += 1;
+    }
     out
 }
 
@@ -174,16 +191,27 @@ impl Report {
     pub fn is_good(&self) -> bool {
         !self.rounds.is_empty()
             && self.errors.is_empty()
-            && self.not_tried().is_none()
+            && self.not_tried().is_empty()
             && self.rounds.iter().all(|r| r.violations.is_empty())
     }
 
     /// What it would have had to try, and did not: then nothing is known of it.
-    fn not_tried(&self) -> Option<&'static str> {
+    fn not_tried(&self) -> Vec<String> {
+        let mut not_tried = Vec::new();
         // Where logs were purged, most of a round is not in the replay.
         let whole = self.rounds.iter().any(|r| r.snapshots.is_none());
-        (whole && self.sum(|r| r.stale_reports) == 0)
-            .then_some("no report of an attempt that was over reached the log")
+        if whole && self.sum(|r| r.stale_reports) == 0 {
+            not_tried.push("no report of an attempt that was over reached the log".into());
+        }
+        if self.rounds.iter().any(|r| r.short_grace) && self.sum(|r| r.nodes_down) == 0 {
+            not_tried.push("no node was away for longer than the grace".into());
+        }
+        for (name, all) in self.by_nemesis() {
+            if all.count == all.met_nothing {
+                not_tried.push(format!("no {name} met anything"));
+            }
+        }
+        not_tried
     }
 
     fn sum(&self, of: impl Fn(&RoundReport) -> u64) -> u64 {
@@ -239,6 +267,10 @@ impl Report {
                 "times the machine stood still",
                 self.sum(|r| r.standstills).to_string(),
             ),
+            (
+                "nodes that were away for longer than the grace",
+                self.sum(|r| r.nodes_down).to_string(),
+            ),
             ("stale reports sent", self.sum(|r| r.stale_sent).to_string()),
             (
                 "stale reports in the log, fenced off",
@@ -249,7 +281,7 @@ impl Report {
         ] {
             let _ = writeln!(out, "| {what} | {value} |");
         }
-        if let Some(what) = self.not_tried() {
+        for what in self.not_tried() {
             let _ = writeln!(out, "\nNot tried: {what}.");
         }
         self.nemesis_table(&mut out);
@@ -266,14 +298,15 @@ impl Report {
         out
     }
 
-    fn by_nemesis(&self) -> BTreeMap<&str, (u64, Vec<u64>)> {
-        let mut all: BTreeMap<&str, (u64, Vec<u64>)> = BTreeMap::new();
+    fn by_nemesis(&self) -> BTreeMap<&str, NemesisReport> {
+        let mut all: BTreeMap<&str, NemesisReport> = BTreeMap::new();
         for (name, one) in self.rounds.iter().flat_map(|r| &r.nemeses) {
-            let (count, next) = all.entry(name).or_default();
-            *count += one.count;
-            next.extend(&one.next_write_ms);
+            let sum = all.entry(name).or_default();
+            sum.count += one.count;
+            sum.met_nothing += one.met_nothing;
+            sum.next_write_ms.extend(&one.next_write_ms);
         }
-        all.values_mut().for_each(|(_, next)| next.sort_unstable());
+        all.values_mut().for_each(|all| all.next_write_ms.sort_unstable());
         all
     }
 
@@ -281,12 +314,16 @@ impl Report {
         let _ = writeln!(
             out,
             "\n## Faults\n\nTime from the injection to the acknowledgement of the next write sent (one is sent every 100 ms), in ms.\n\n\
-             | fault | times | p50 | p99 | max |\n|---|---:|---:|---:|---:|"
+             | fault | times | met nothing | p50 | p99 | max |\n|---|---:|---:|---:|---:|---:|"
         );
-        for (name, (count, next)) in self.by_nemesis() {
+        for (name, all) in self.by_nemesis() {
+            let (count, met_nothing, next) = (all.count, all.met_nothing, all.next_write_ms);
             let max = next.last().copied().unwrap_or(0);
             let (p50, p99) = (percentile(&next, 0.5), percentile(&next, 0.99));
-            let _ = writeln!(out, "| {name} | {count} | {p50} | {p99} | {max} |");
+            let _ = writeln!(
+                out,
+                "| {name} | {count} | {met_nothing} | {p50} | {p99} | {max} |"
+            );
         }
     }
 
@@ -296,7 +333,7 @@ impl Report {
             .by_nemesis()
             .into_iter()
             .filter(|(name, _)| leaderless.contains(name))
-            .map(|(name, (_, next))| (name, next))
+            .map(|(name, all)| (name, all.next_write_ms))
             .collect();
         if all.is_empty() {
             return;
@@ -333,6 +370,7 @@ impl Report {
 mod tests {
     use super::*;
     use crate::checks::testing::Run;
+    use std::{path::PathBuf, time::Duration};
 
     fn write(run: &mut Run, from_ms: u64, to_ms: u64) {
         run.caller = WRITER;
@@ -356,9 +394,76 @@ mod tests {
         run.evidence
     }
 
+    fn options(seed: u64, snapshots: bool, short_grace: bool) -> RoundOptions {
+        RoundOptions {
+            seed,
+            length: Duration::ZERO,
+            masters: 3,
+            clients: 4,
+            clocks: false,
+            snapshots,
+            short_grace,
+            converge_within: Duration::ZERO,
+            out: PathBuf::new(),
+            progress: |_| (),
+        }
+    }
+
+    fn healed(evidence: &mut Evidence, detail: &str) {
+        evidence.events.push(Event {
+            at_us: 400_000,
+            name: "kill-leader".into(),
+            phase: Phase::Healed,
+            concerns: vec![],
+            detail: detail.into(),
+        });
+    }
+
+    #[test]
+    fn a_fault_that_never_met_anything_was_not_tried() {
+        let round = |detail| {
+            let mut evidence = evidence();
+            healed(&mut evidence, detail);
+            let mut report = summarise(&options(1, false, false), &evidence, vec![], 0);
+            report.stale_reports = 1;
+            report
+        };
+        let mut report = Report {
+            rounds: vec![round(MET_NOTHING)],
+            ..Report::default()
+        };
+        assert!(!report.is_good());
+        assert!(
+            report
+                .markdown()
+                .contains("Not tried: no kill-leader met anything")
+        );
+        report.rounds.push(round(""));
+        assert!(report.is_good());
+        let text = report.markdown();
+        assert!(
+            text.contains("| kill-leader | 2 | 1 | 610 | 610 | 610 |"),
+            "{text}"
+        );
+    }
+
+    #[test]
+    fn a_soak_in_which_no_grace_ran_out_has_not_tried_it() {
+        let mut round = summarise(&options(1, false, true), &evidence(), vec![], 0);
+        round.stale_reports = 1;
+        let mut report = Report {
+            rounds: vec![round],
+            ..Report::default()
+        };
+        assert!(!report.is_good());
+        assert!(report.markdown().contains("Not tried: no node was away"));
+        report.rounds[0].nodes_down = 1;
+        assert!(report.is_good());
+    }
+
     #[test]
     fn the_next_write_is_one_that_was_sent_after_the_fault() {
-        let report = summarise(1, &evidence(), vec![], 0, false);
+        let report = summarise(&options(1, false, false), &evidence(), vec![], 0);
         assert_eq!(report.nemeses["kill-leader"].next_write_ms, [610]);
         assert_eq!(report.longest_gap_ms, 510);
         assert_eq!((report.acknowledged_writes, report.unknown_outcomes), (6, 0));
@@ -369,16 +474,15 @@ mod tests {
         assert!(!Report::default().is_good());
         let mut report = Report {
             rounds: vec![
-                summarise(1, &evidence(), vec![], 0, false),
+                summarise(&options(1, false, false), &evidence(), vec![], 0),
                 summarise(
-                    2,
+                    &options(2, true, false),
                     &Evidence {
                         installed: 3,
                         ..Evidence::default()
                     },
                     vec![],
                     0,
-                    true,
                 ),
             ],
             ..Report::default()
@@ -388,7 +492,10 @@ mod tests {
         report.rounds[0].stale_reports = 1;
         assert!(report.is_good());
         let text = report.markdown();
-        assert!(text.contains("| kill-leader | 1 | 610 | 610 | 610 |"), "{text}");
+        assert!(
+            text.contains("| kill-leader | 1 | 0 | 610 | 610 | 610 |"),
+            "{text}"
+        );
         assert!(text.contains("| 500–1000 ms | 1 |"), "{text}");
         assert!(
             text.contains("| rounds with snapshots and purged logs | 1 |"),

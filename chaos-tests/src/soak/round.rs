@@ -1,12 +1,12 @@
 //! One round.
 
 use super::{
-    report::{RoundReport, summarise},
+    report::{MET_NOTHING, RoundReport, summarise},
     schedule::{self, Means, Step},
 };
 use crate::{
     checks::{self, Convergence, Elected, Evidence, Served, downloads::most_covered, log},
-    cluster::SNAPSHOT_INSTALLED,
+    cluster::{NODE_DOWN, SNAPSHOT_INSTALLED},
     history::{History, Phase},
     nemesis::{Injected, Nemesis},
     process::Process,
@@ -36,6 +36,8 @@ const SOURCE_BYTES_PER_SECOND: u64 = 2 << 20;
 const MASTER_DISK_BYTES: u64 = 1 << 30;
 /// Disk of a client: all models of a round.
 const CLIENT_DISK_BYTES: u64 = 1 << 30;
+/// Of rounds in which nodes are to be lost for good: shorter than most faults last.
+const SHORT_GRACE_S: u64 = 2;
 /// A cluster that is not well so long after its limit will not be.
 const GIVE_UP_FACTOR: u32 = 4;
 const POLL: Duration = Duration::from_millis(100);
@@ -57,6 +59,8 @@ pub struct RoundOptions {
     pub clocks: bool,
     /// Masters take snapshots and purge their logs. The committed log is then judged from where it can be read on.
     pub snapshots: bool,
+    /// A node that is away is `down` after [`SHORT_GRACE_S`], which most faults outlast. Else by the default.
+    pub short_grace: bool,
     /// How soon all must be well after everything is healed.
     pub converge_within: Duration,
     /// Gets `history.jsonl`, `schedule.json` and `report.json`.
@@ -75,9 +79,17 @@ pub async fn round(options: &RoundOptions) -> Result<RoundReport> {
         master_disk_bytes: Some(MASTER_DISK_BYTES),
         client_disk_bytes: Some(CLIENT_DISK_BYTES),
         clocks: options.clocks,
-        master_args: match options.snapshots {
-            true => log::TAKE_SNAPSHOTS.map(str::to_owned).to_vec(),
-            false => log::KEEP_THE_LOG.map(str::to_owned).to_vec(),
+        master_args: {
+            let mut args = match options.snapshots {
+                true => log::TAKE_SNAPSHOTS.map(str::to_owned).to_vec(),
+                false => log::KEEP_THE_LOG.map(str::to_owned).to_vec(),
+            };
+            args.extend(
+                options
+                    .short_grace
+                    .then(|| format!("--node-grace-s={SHORT_GRACE_S}")),
+            );
+            args
         },
         ..Default::default()
     })
@@ -123,13 +135,7 @@ pub async fn round(options: &RoundOptions) -> Result<RoundReport> {
     let evidence = evidence(&mut bed, &history, convergence).await?;
     let violations = checks::check(&evidence);
 
-    let report = summarise(
-        options.seed,
-        &evidence,
-        violations,
-        bed.source()?.bytes_served_again(),
-        options.snapshots,
-    );
+    let report = summarise(options, &evidence, violations, bed.source()?.bytes_served_again());
     fs::write(
         options.out.join("report.json"),
         serde_json::to_vec_pretty(&report)?,
@@ -177,6 +183,18 @@ async fn faults(
         snapshots: options.snapshots,
     };
     let mut done = Vec::new();
+    // What the same schedule takes to be drawn again.
+    let round = json!({
+        "program": env!("CARGO_PKG_VERSION"),
+        "seed": options.seed,
+        "length_s": options.length.as_secs(),
+        "masters": options.masters,
+        "clients": options.clients,
+        "clocks": options.clocks,
+        "snapshots": options.snapshots,
+        "short_grace": options.short_grace,
+        "converge_within_s": options.converge_within.as_secs(),
+    });
     for Step { after, nemeses, hold } in schedule::steps(options.seed, means) {
         tokio::time::sleep(after).await;
         if Instant::now() + hold > until {
@@ -192,7 +210,7 @@ async fn faults(
             );
             fs::write(
                 options.out.join("schedule.json"),
-                serde_json::to_vec_pretty(&done)?,
+                serde_json::to_vec_pretty(&json!({"round": round, "faults": done}))?,
             )?;
             let concerns = nemesis.concerns(&bed.cluster.nodes);
             history.event(&name, Phase::Injected, concerns.clone(), what);
@@ -204,8 +222,9 @@ async fn faults(
         for injected in active.into_iter().rev() {
             let name = injected.nemesis.name();
             let concerns = injected.nemesis.concerns(&bed.cluster.nodes);
+            let met = if injected.met_nothing { MET_NOTHING } else { "" };
             injected.heal(bed).await?;
-            history.event(&name, Phase::Healed, concerns, "");
+            history.event(&name, Phase::Healed, concerns, met);
         }
         // The next fault is one that a healthy cluster gets.
         let healed = Instant::now();
@@ -339,6 +358,8 @@ async fn evidence(bed: &mut Testbed, history: &History, convergence: Vec<Converg
             .elected
             .extend(Elected::in_log(*id, &log).map_err(|e| anyhow!(e))?);
         evidence.installed += log.matches(SNAPSHOT_INSTALLED).count() as u64;
+        let lost = |line: &&str| line.contains(NODE_DOWN) && !line.contains(workload::GHOST);
+        evidence.nodes_down += log.lines().filter(lost).count() as u64;
     }
     let disks = bed.cluster.ids.iter().copied();
     let disks: Vec<_> = disks.zip(bed.cluster.data_dirs.iter().cloned()).collect();

@@ -9,7 +9,8 @@ use std::time::Duration;
 
 /// Quiet between two faults.
 const QUIET: std::ops::RangeInclusive<Duration> = Duration::from_secs(2)..=Duration::from_secs(5);
-/// How long a fault lasts: longer than an election, shorter than what makes a node's grace run out, and longer.
+/// How long a fault lasts: longer than an election; longer and shorter than the grace of a node in the rounds that
+/// make it short.
 const HOLD: std::ops::RangeInclusive<Duration> = Duration::from_secs(1)..=Duration::from_secs(8);
 /// Of all steps, those in which masters and the data plane have a fault at the same time.
 const BOTH: f64 = 0.25;

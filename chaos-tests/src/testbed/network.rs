@@ -23,7 +23,7 @@ const QUEUE_MS: u64 = 50;
 /// Least burst of a token bucket, in bytes: two whole segmentation-offload packets.
 const LEAST_BURST_BYTES: u64 = 128 << 10;
 
-/// What a receiver does with packets.
+/// What a host's packet filter does.
 #[derive(Clone, Debug, PartialEq, Eq)]
 pub enum Rule {
     /// Drops all that comes from this host.
@@ -49,6 +49,8 @@ pub enum Rule {
         /// The port.
         port: u16,
     },
+    /// Drops all that comes in and all that goes out: a cable that is pulled.
+    Unplug,
     /// Drops a share of all that comes in.
     Lose {
         /// 0 to 100.
@@ -115,7 +117,10 @@ fn render(rules: &BTreeMap<u64, Rule>) -> String {
             Rule::RefusePort { from, port } => {
                 writeln!(input, "ip saddr {from} tcp dport {port} reject with tcp reset")
             }
-            Rule::Lose { percent: 100.. } => writeln!(input, "iifname eth0 drop"),
+            Rule::Unplug => {
+                let _ = writeln!(input, "iifname eth0 drop");
+                writeln!(output, "oifname eth0 drop")
+            }
             Rule::Lose { percent } => {
                 writeln!(input, "iifname eth0 numgen random mod 100 < {percent} drop")
             }
@@ -373,14 +378,9 @@ impl Network {
         Ok(tokens)
     }
 
-    /// Cuts one host off from everybody, the door too.
-    pub fn isolate(&mut self, name: &str) -> Result<Vec<u64>> {
-        let mut tokens = vec![self.add_rule(name, Rule::Lose { percent: 100 })?];
-        let others: Vec<_> = self.hosts.keys().filter(|n| *n != name).cloned().collect();
-        for other in others {
-            tokens.push(self.cut(name, &other)?);
-        }
-        Ok(tokens)
+    /// Cuts one host off from everybody, the door too, both ways in the same moment.
+    pub fn isolate(&mut self, name: &str) -> Result<u64> {
+        self.add_rule(name, Rule::Unplug)
     }
 
     /// Takes all rules away.

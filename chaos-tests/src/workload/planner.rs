@@ -9,9 +9,9 @@ use std::sync::{
     atomic::{AtomicUsize, Ordering},
 };
 
-/// Of all creates: repeats of one that was sent before, whatever came of it.
+/// Of a caller's creates: repeats of one that was sent before, whatever came of it.
 const REPEATS: f64 = 0.30;
-/// Of all creates: another body under an id that was sent before.
+/// Of a caller's creates: another body under an id that was sent before.
 const CONFLICTS: f64 = 0.05;
 /// Of new jobs: those that take a model that nobody has asked for yet, while there is one. Some twenty jobs are made
 /// in a second: so a new model comes every one to two seconds, and downloads go on for as long as faults do.

@@ -5,6 +5,7 @@ use crate::LONG;
 use anyhow::{Result, ensure};
 use mooncake_chaos::{
     Testbed, TestbedOptions,
+    failover::{HandOver, Mooncake, hand_over},
     testbed::{Balancer, BalancerKind},
 };
 use serde_json::{Value, json};
@@ -113,6 +114,21 @@ async fn nginx_goes_on_without_any_one_master() -> Result<()> {
 }
 
 /// A master that takes every request but the health check and dies of it, and says how many it took.
+/// Nobody at the front door notices that masters are stopped or changed on purpose.
+#[tokio::test]
+async fn planned_hand_overs_fail_no_write() -> Result<()> {
+    const TIMES: usize = 3;
+    const PER_SECOND: u32 = 50;
+    let mut mooncake = Mooncake::start().await?;
+    for how in HandOver::ALL {
+        let cost = hand_over(&mut mooncake, how, TIMES, PER_SECOND, || ()).await?;
+        assert_eq!(cost.failed, [""; 0], "{how:?}: of {} writes", cost.writes);
+        assert!(!cost.during.is_empty(), "{how:?}: no write met a hand-over");
+    }
+    mooncake.finish();
+    Ok(())
+}
+
 async fn dying() -> Result<(String, Arc<AtomicUsize>)> {
     let taken = Arc::new(AtomicUsize::new(0));
     let count = taken.clone();

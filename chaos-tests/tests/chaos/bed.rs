@@ -95,7 +95,7 @@ async fn cuts_are_one_way_two_way_or_by_group_and_heal() -> Result<()> {
     bed.network.heal()?;
     let cable = bed.network.isolate("m1")?;
     assert!(is_cut_off(&mut bed, "m2", "m1").await? && is_cut_off(&mut bed, "m1", "m3").await?);
-    bed.network.remove_rules(&cable)?;
+    bed.network.remove_rules(&[cable])?;
     assert!(reaches(&mut bed, "m2", "m1").await?);
 
     // A refusal is answered at once.

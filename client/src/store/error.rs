@@ -97,7 +97,21 @@ pub enum StoreError {
     },
 }
 
+/// What to do about a file without which a store cannot be used.
+pub(super) const RESTORE_OR_EMPTY: &str = "restore it, or start with an empty folder";
+
 impl StoreError {
+    /// Of a file without which the store cannot be used: says what to do about it, too.
+    pub(super) fn with_remedy(self) -> Self {
+        match self {
+            Self::Damaged { path, why } => Self::Damaged {
+                path,
+                why: format!("{why}; {RESTORE_OR_EMPTY}"),
+            },
+            other => other,
+        }
+    }
+
     /// The stable code for reports.
     pub fn code(&self) -> &'static str {
         match self {

@@ -126,7 +126,7 @@ impl Store {
     pub fn open(config: StoreConfig) -> Result<Store, StoreError> {
         let (plumbing, store_id) = recover::open_folder(config)?;
         let plumbing = Arc::new(plumbing);
-        let fences = Fences::open(plumbing.own.join("fences"))?;
+        let fences = Fences::open(plumbing.own.join("fences")).map_err(StoreError::with_remedy)?;
         let artifacts = recover::artifacts(&plumbing)?;
 
         let mut threads = Vec::new();

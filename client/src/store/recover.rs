@@ -5,7 +5,7 @@ use super::{
     artifact::{Artifact, DATA, JOURNAL, Parts, RECORD},
     check_layout, create_dir,
     durable::{self, ANY_POINTS, Kind, sync_dir},
-    error::{StoreError, io_error},
+    error::{RESTORE_OR_EMPTY, StoreError, io_error},
     journal::{Binding, Journal},
     naming,
     plumbing::Plumbing,
@@ -45,18 +45,16 @@ pub(crate) fn open_folder(mut config: StoreConfig) -> Result<(Plumbing, String),
     let lock = lock(&root, &own.join("lock"))?;
 
     let path = own.join("store");
-    let store_id = match durable::read(&path, IDENTITY)? {
+    let store_id = match durable::read(&path, IDENTITY).map_err(StoreError::with_remedy)? {
         Some(bytes) => String::from_utf8(bytes).map_err(|_| StoreError::Damaged {
             path: path.clone(),
-            why: "its id is not text".into(),
+            why: format!("its id is not text; {RESTORE_OR_EMPTY}"),
         })?,
         // The id is written before these folders are made: without it they are not from a first start.
         None if own.join(STAGED).exists() => {
-            let why =
-                "it is missing, though the folder holds models: restore it, or start with an empty folder";
             return Err(StoreError::Damaged {
                 path,
-                why: why.into(),
+                why: format!("it is missing, though the folder holds models; {RESTORE_OR_EMPTY}"),
             });
         }
         None => {

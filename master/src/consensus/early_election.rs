@@ -18,7 +18,8 @@
 //!
 //! One master stands: the one with the longest log of those who saw it, of equals the one with the lowest id; the
 //! others leave it to the time-outs if that one fails. Its vote requests carry the mark of a leadership transfer
-//! (Raft dissertation, section 4.2.3), with which voters set the lease aside. At most once per leader and term.
+//! (Raft dissertation, section 4.2.3), with which voters set the lease aside. A master stands at most once per leader and
+//! term, and asks the others anew only after a connection from that leader was there again and closed.
 //!
 //! Not guaranteed: that it happens. A question that gets lost, or two masters that judge by different answers, cost
 //! the election time-out that would have been waited for anyway.
@@ -170,20 +171,20 @@ impl Watchman {
             .collect()
     }
 
-    /// One try. `true`: there is nothing more to do for this leader.
-    async fn attempt(&self, peers: &Peers, vote: &Vote, membership: &Membership) -> bool {
+    /// One try.
+    async fn attempt(&self, peers: &Peers, vote: &Vote, membership: &Membership) -> Outcome {
         let own = match self.witness(vote).await {
             Ok(own) => own,
             Err(reason) => {
                 tracing::debug!(leader = %vote, reason, "no early election");
-                return false;
+                return Outcome::NoQuorum;
             }
         };
         let mut witnesses = self.ask(peers, vote, membership).await;
         witnesses.insert(self.me, own);
         match judge(&witnesses, membership) {
-            Verdict::NoQuorum => false,
-            Verdict::Stands(id) if id != self.me => true,
+            Verdict::NoQuorum => Outcome::NoQuorum,
+            Verdict::Stands(id) if id != self.me => Outcome::LeftToAnother,
             Verdict::Stands(_) => {
                 tracing::info!(
                     term = vote.leader_id.term,
@@ -196,8 +197,48 @@ impl Watchman {
                 if let Err(error) = self.raft.handle_transfer_leader(stand).await {
                     tracing::debug!(%error, "Raft does not stand for election");
                 }
-                true
+                Outcome::Stood
             }
+        }
+    }
+}
+
+/// What came of one try.
+#[derive(Clone, Copy, Debug, PartialEq, Eq)]
+enum Outcome {
+    /// Too few saw it, this one among them perhaps: to be tried again, a few times.
+    NoQuorum,
+    /// Another one stands.
+    LeftToAnother,
+    /// This one stood.
+    Stood,
+}
+
+/// What was done about which leader (its vote: leader and term).
+#[derive(Debug, Default)]
+struct Memory {
+    /// Nothing more for now.
+    done: Option<Vote>,
+    /// Nothing ever again.
+    stood: Option<Vote>,
+}
+
+impl Memory {
+    fn may_try(&self, leader: &Vote) -> bool {
+        self.done.as_ref() != Some(leader) && self.stood.as_ref() != Some(leader)
+    }
+
+    fn tried(&mut self, leader: &Vote, outcome: Outcome) {
+        self.done = Some(*leader);
+        if outcome == Outcome::Stood {
+            self.stood = Some(*leader);
+        }
+    }
+
+    /// A connection from that leader is there again. It may still die in this term.
+    fn came_back(&mut self, leader: &Vote) {
+        if self.done.as_ref() == Some(leader) {
+            self.done = None;
         }
     }
 }
@@ -207,32 +248,31 @@ pub(crate) fn spawn(watchman: Watchman, peers: Arc<Peers>) {
     tokio::spawn(async move {
         let mut metrics = watchman.raft.metrics();
         let mut open = watchman.inbound.subscribe();
-        let mut done: Option<Vote> = None;
+        let mut memory = Memory::default();
         loop {
             let followed = watchman.followed();
-            if let Some((vote, membership)) = followed
-                && done != Some(vote)
-                && !open.borrow_and_update().contains_key(&vote.leader_id.voted_for)
-            {
-                for wait in [Duration::ZERO].iter().chain(&BACKOFF) {
-                    tokio::time::sleep(*wait).await;
-                    let came_back = open.borrow_and_update().contains_key(&vote.leader_id.voted_for);
-                    if came_back || watchman.attempt(&peers, &vote, &membership).await {
-                        done = (!came_back).then_some(vote);
-                        break;
+            if let Some((vote, membership)) = followed {
+                let leader = vote.leader_id.voted_for;
+                if open.borrow_and_update().contains_key(&leader) {
+                    memory.came_back(&vote);
+                } else if memory.may_try(&vote) {
+                    for wait in [Duration::ZERO].iter().chain(&BACKOFF) {
+                        tokio::time::sleep(*wait).await;
+                        if open.borrow_and_update().contains_key(&leader) {
+                            memory.came_back(&vote);
+                            break;
+                        }
+                        let outcome = watchman.attempt(&peers, &vote, &membership).await;
+                        memory.tried(&vote, outcome);
+                        if outcome != Outcome::NoQuorum {
+                            break;
+                        }
                     }
-                    done = Some(vote);
                 }
             }
             tokio::select! {
                 changed = metrics.changed() => if changed.is_err() { return },
-                changed = open.changed() => {
-                    if changed.is_err() { return }
-                    // A leader that is back may die again in the same term.
-                    if done.is_some_and(|vote| open.borrow().contains_key(&vote.leader_id.voted_for)) {
-                        done = None;
-                    }
-                }
+                changed = open.changed() => if changed.is_err() { return },
             }
         }
     });
@@ -256,6 +296,25 @@ mod tests {
             (*id, Witness { last_log_id })
         };
         witnesses.iter().map(one).collect()
+    }
+
+    #[test]
+    fn who_stood_never_stands_again_against_the_same_leader_and_term() {
+        let [first, second] = [Vote::new_committed(3, 1), Vote::new_committed(4, 1)];
+        for outcome in [Outcome::NoQuorum, Outcome::LeftToAnother, Outcome::Stood] {
+            let mut memory = Memory::default();
+            assert!(memory.may_try(&first));
+            memory.tried(&first, outcome);
+            assert!(
+                !memory.may_try(&first),
+                "{outcome:?}: it is left to the time-outs"
+            );
+            memory.came_back(&second);
+            assert!(!memory.may_try(&first), "{outcome:?}: another one came back");
+            memory.came_back(&first);
+            assert_eq!(memory.may_try(&first), outcome != Outcome::Stood, "{outcome:?}");
+            assert!(memory.may_try(&second), "{outcome:?}: a term of its own");
+        }
     }
 
     #[test]

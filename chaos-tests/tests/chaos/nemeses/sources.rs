@@ -5,8 +5,11 @@ use crate::LONG;
 use anyhow::{Context, Result};
 use mooncake_chaos::{Behaviour, Model, Nemesis, Testbed, TestbedOptions};
 use serde_json::{Value, json};
+use std::time::{Duration, Instant};
 
 const BYTES: u64 = 8 << 20;
+/// An honest source needs less than a tenth of it for everything.
+const STANDS_STILL: Duration = Duration::from_secs(1);
 
 async fn bed() -> Result<(Testbed, tempfile::TempDir)> {
     let mut bed = Testbed::start(TestbedOptions {
@@ -66,9 +69,59 @@ async fn a_source_that_is_out_of_order_or_stalls_is_waited_for() -> Result<()> {
     let fault = Nemesis::Source(stall).inject(&mut bed).await?;
     assert_eq!(bed.cluster.post_job(&request).await?.0, 201);
     until("something came", async || Ok(bed.source()?.bytes_served() > 0)).await?;
-    assert!(bed.source()?.bytes_served() < BYTES);
+    let (mut served, mut since) = (0, Instant::now());
+    until("nothing comes any more", async || {
+        let now = bed.source()?.bytes_served();
+        if now != served {
+            (served, since) = (now, Instant::now());
+        }
+        Ok(since.elapsed() >= STANDS_STILL)
+    })
+    .await?;
+    assert!(served < BYTES, "{served} bytes of {BYTES}: it did not stall");
     fault.heal(&mut bed).await?;
     ends(&mut bed, "stalls", "completed", &model).await?;
+    bed.finish();
+    Ok(())
+}
+
+#[tokio::test]
+async fn a_source_that_has_nothing_fails_the_job_at_once() -> Result<()> {
+    let (mut bed, folder) = bed().await?;
+    let (request, model) = job(&bed, &folder, "not-there", 5)?;
+    let fault = Nemesis::Source(Behaviour::NotFound).inject(&mut bed).await?;
+    assert_eq!(bed.cluster.post_job(&request).await?.0, 201);
+    let ended = ends(&mut bed, "not-there", "failed", &model).await?;
+    let error = bed.cluster.placement(&ended, 0)["last_error"].to_string();
+    assert!(error.contains("404"), "{ended:#}");
+    assert_eq!(bed.source()?.bytes_served(), 0);
+    fault.heal(&mut bed).await?;
+    bed.finish();
+    Ok(())
+}
+
+#[tokio::test]
+async fn without_ranges_a_cut_body_begins_again() -> Result<()> {
+    let (mut bed, folder) = bed().await?;
+    let (request, model) = job(&bed, &folder, "whole", 5)?;
+    let fault = Nemesis::Source(Behaviour::NoRanges).inject(&mut bed).await?;
+    assert_eq!(bed.cluster.post_job(&request).await?.0, 201);
+    ends(&mut bed, "whole", "completed", &model).await?;
+    assert_eq!(bed.source()?.bytes_served(), BYTES, "one body");
+    fault.heal(&mut bed).await?;
+
+    bed.source()?.reset_counts();
+    let (request, model) = job(&bed, &folder, "cut", 5)?;
+    let after_bytes = BYTES / 4;
+    let cut = Nemesis::Source(Behaviour::CutWithoutRanges { after_bytes });
+    let fault = cut.inject(&mut bed).await?;
+    assert_eq!(bed.cluster.post_job(&request).await?.0, 201);
+    until("a cut body was asked for again", async || {
+        Ok(bed.source()?.bytes_served_again() > 0)
+    })
+    .await?;
+    fault.heal(&mut bed).await?;
+    ends(&mut bed, "cut", "completed", &model).await?;
     bed.finish();
     Ok(())
 }

@@ -6,7 +6,9 @@ use mooncake_chaos::{Nemesis, Testbed, TestbedOptions, Who};
 use serde_json::Value;
 use std::{collections::BTreeMap, time::Duration};
 
-/// Set by flag, so that a freeze can be longer than all that makes a node `down`. By default it is 30 s.
+/// As shipped.
+const DEFAULT_GRACE: Duration = Duration::from_secs(30);
+/// Set by flag, so that a freeze can be longer than all that makes a node `down`.
 const GRACE_S: u64 = 1;
 /// Longer than a new leader's reconnect window (5 s) and the grace together.
 const FREEZE: Duration = Duration::from_secs(7);
@@ -34,32 +36,50 @@ async fn nodes(bed: &Testbed, i: usize) -> Result<BTreeMap<String, (String, Stri
         .collect())
 }
 
-#[tokio::test]
-async fn frozen_masters_declare_no_healthy_node_suspected_or_down() -> Result<()> {
-    let mut bed = Testbed::start(TestbedOptions {
+async fn bed(master_args: Vec<String>) -> Result<Testbed> {
+    Testbed::start(TestbedOptions {
         clients: 3,
         balancer: None,
-        master_args: vec![format!("--node-grace-s={GRACE_S}")],
+        master_args,
         ..Default::default()
     })
-    .await?;
-    whole(&mut bed).await?;
-    let before = nodes(&bed, 0).await?;
+    .await
+}
+
+/// Freezes and thaws `who`; no master may think anything new of any node.
+async fn says_nothing(bed: &mut Testbed, who: Who, freeze: Duration) -> Result<()> {
+    whole(bed).await?;
+    let before = nodes(bed, 0).await?;
     assert!(before.len() == 3 && before.values().all(|(status, _)| status == "up"));
-    for who in [Who::Leader, Who::Follower, Who::All] {
-        let fault = Nemesis::Freeze(who).inject(&mut bed).await?;
-        tokio::time::sleep(FREEZE).await;
-        fault.heal(&mut bed).await?;
-        whole(&mut bed).await?;
-        tokio::time::sleep(AFTER).await;
-        for i in 0..3 {
-            until("every node is where it was", async || {
-                Ok(nodes(&bed, i).await.is_ok())
-            })
-            .await?;
-            assert_eq!(nodes(&bed, i).await?, before, "{who:?}, by master {}", i + 1);
-        }
+    let fault = Nemesis::Freeze(who).inject(bed).await?;
+    tokio::time::sleep(freeze).await;
+    fault.heal(bed).await?;
+    whole(bed).await?;
+    tokio::time::sleep(AFTER).await;
+    for i in 0..3 {
+        until("every node is where it was", async || {
+            Ok(nodes(bed, i).await.is_ok())
+        })
+        .await?;
+        assert_eq!(nodes(bed, i).await?, before, "{who:?}, by master {}", i + 1);
     }
+    Ok(())
+}
+
+#[tokio::test]
+async fn frozen_masters_declare_no_healthy_node_suspected_or_down() -> Result<()> {
+    let mut bed = bed(vec![format!("--node-grace-s={GRACE_S}")]).await?;
+    for who in [Who::Leader, Who::Follower, Who::All] {
+        says_nothing(&mut bed, who, FREEZE).await?;
+    }
+    bed.finish();
+    Ok(())
+}
+
+#[tokio::test]
+async fn a_leader_frozen_for_half_a_minute_declares_no_healthy_node_suspected_or_down() -> Result<()> {
+    let mut bed = bed(vec![]).await?;
+    says_nothing(&mut bed, Who::Leader, DEFAULT_GRACE).await?;
     bed.finish();
     Ok(())
 }

@@ -37,6 +37,29 @@ fn one_process_per_folder() {
 }
 
 #[test]
+fn a_store_that_cannot_be_used_says_what_to_do() {
+    for name in ["store", "fences"] {
+        let dir = tempfile::tempdir().unwrap();
+        let store = open(dir.path());
+        let fence = Fence {
+            recovery_epoch: 0,
+            attempt: 1,
+        };
+        store.obey(&model("m"), fence).unwrap();
+        drop(store);
+        let path = dir.path().join(".mooncake").join(name);
+        flip(&path, 0);
+        let error = Store::open(StoreConfig::new(dir.path())).unwrap_err();
+        let text = error.to_string();
+        assert_eq!(error.code(), "store_damaged");
+        assert!(
+            text.contains(&path.display().to_string()) && text.contains("start with an empty folder"),
+            "{text}"
+        );
+    }
+}
+
+#[test]
 fn space_is_asked_for_first() {
     let dir = tempfile::tempdir().unwrap();
     let store = open(dir.path());
