@@ -139,22 +139,20 @@ impl Nemesis {
             }
             Self::RefuseLeader(filter) => {
                 let [leader, follower] = [victims[0], victims[1]].map(master_host);
-                let address = |host: &str| bed.network.host(host).map(|h| h.address);
                 let tokens = match filter {
                     Filter::AtFollower => {
-                        let to = address(&leader)?;
+                        let to = bed.network.host(&leader)?.address;
                         vec![bed.network.add_rule(&follower, Rule::RefuseTo { to })?]
                     }
                     Filter::AtLeader => {
                         let port = bed.rpc_address(victims[0])?.port();
-                        let others = (0..bed.cluster.masters.len()).filter(|&i| i != victims[0]);
-                        let froms: Vec<_> =
-                            others.map(|i| address(&master_host(i))).collect::<Result<_>>()?;
-                        let refuse = |from| Rule::RefusePort { from, port };
-                        let rules = froms.into_iter().map(refuse);
-                        rules
-                            .map(|rule| bed.network.add_rule(&leader, rule))
-                            .collect::<Result<_>>()?
+                        let mut tokens = Vec::new();
+                        for other in (0..bed.cluster.masters.len()).filter(|&i| i != victims[0]) {
+                            let from = bed.network.host(&master_host(other))?.address;
+                            let rule = Rule::RefusePort { from, port };
+                            tokens.push(bed.network.add_rule(&leader, rule)?);
+                        }
+                        tokens
                     }
                 };
                 undo.push(Undo::Rules(tokens));

@@ -50,6 +50,23 @@ async fn ends(bed: &mut Testbed, id: &str, status: &str, model: &Model) -> Resul
     Ok(ended)
 }
 
+/// A job of a new model from its first byte to its end under one behaviour of the source; its last snapshot.
+async fn throughout(
+    bed: &mut Testbed,
+    folder: &tempfile::TempDir,
+    behaviour: Behaviour,
+    id: &str,
+    attempts: u64,
+    status: &str,
+) -> Result<Value> {
+    let (request, model) = job(bed, folder, id, attempts)?;
+    let fault = Nemesis::Source(behaviour).inject(bed).await?;
+    assert_eq!(bed.cluster.post_job(&request).await?.0, 201);
+    let ended = ends(bed, id, status, &model).await?;
+    fault.heal(bed).await?;
+    Ok(ended)
+}
+
 #[tokio::test]
 async fn a_source_that_is_out_of_order_or_stalls_is_waited_for() -> Result<()> {
     let (mut bed, folder) = bed().await?;
@@ -88,14 +105,11 @@ async fn a_source_that_is_out_of_order_or_stalls_is_waited_for() -> Result<()> {
 #[tokio::test]
 async fn a_source_that_has_nothing_fails_the_job_at_once() -> Result<()> {
     let (mut bed, folder) = bed().await?;
-    let (request, model) = job(&bed, &folder, "not-there", 5)?;
-    let fault = Nemesis::Source(Behaviour::NotFound).inject(&mut bed).await?;
-    assert_eq!(bed.cluster.post_job(&request).await?.0, 201);
-    let ended = ends(&mut bed, "not-there", "failed", &model).await?;
+    let nothing = Behaviour::NotFound;
+    let ended = throughout(&mut bed, &folder, nothing, "not-there", 5, "failed").await?;
     let error = bed.cluster.placement(&ended, 0)["last_error"].to_string();
     assert!(error.contains("404"), "{ended:#}");
     assert_eq!(bed.source()?.bytes_served(), 0);
-    fault.heal(&mut bed).await?;
     bed.finish();
     Ok(())
 }
@@ -103,12 +117,9 @@ async fn a_source_that_has_nothing_fails_the_job_at_once() -> Result<()> {
 #[tokio::test]
 async fn without_ranges_a_cut_body_begins_again() -> Result<()> {
     let (mut bed, folder) = bed().await?;
-    let (request, model) = job(&bed, &folder, "whole", 5)?;
-    let fault = Nemesis::Source(Behaviour::NoRanges).inject(&mut bed).await?;
-    assert_eq!(bed.cluster.post_job(&request).await?.0, 201);
-    ends(&mut bed, "whole", "completed", &model).await?;
+    let whole = Behaviour::NoRanges;
+    throughout(&mut bed, &folder, whole, "whole", 5, "completed").await?;
     assert_eq!(bed.source()?.bytes_served(), BYTES, "one body");
-    fault.heal(&mut bed).await?;
 
     bed.source()?.reset_counts();
     let (request, model) = job(&bed, &folder, "cut", 5)?;
@@ -129,13 +140,10 @@ async fn without_ranges_a_cut_body_begins_again() -> Result<()> {
 #[tokio::test]
 async fn short_bodies_are_asked_for_again_from_where_they_ended() -> Result<()> {
     let (mut bed, folder) = bed().await?;
-    let (request, model) = job(&bed, &folder, "short", 5)?;
     const BODY: u64 = 3 << 19;
     let short = Behaviour::Short { bytes: BODY };
-    let fault = Nemesis::Source(short).inject(&mut bed).await?;
-    assert_eq!(bed.cluster.post_job(&request).await?.0, 201);
     // The source never gives more than one short body at a time, and the job ends nevertheless.
-    ends(&mut bed, "short", "completed", &model).await?;
+    throughout(&mut bed, &folder, short, "short", 5, "completed").await?;
     let (requests, again) = (bed.source()?.requests(), bed.source()?.bytes_served_again());
     assert!(requests >= BYTES.div_ceil(BODY), "{requests} requests");
     // Each break costs the client at most the block that it was in the middle of.
@@ -150,7 +158,6 @@ async fn short_bodies_are_asked_for_again_from_where_they_ended() -> Result<()> 
         again < BYTES,
         "{again} bytes were sent again in {requests} requests"
     );
-    fault.heal(&mut bed).await?;
     bed.finish();
     Ok(())
 }
@@ -158,11 +165,8 @@ async fn short_bodies_are_asked_for_again_from_where_they_ended() -> Result<()> 
 #[tokio::test]
 async fn an_endless_body_is_cut_off() -> Result<()> {
     let (mut bed, folder) = bed().await?;
-    let (request, model) = job(&bed, &folder, "endless", 1)?;
-    let fault = Nemesis::Source(Behaviour::Endless).inject(&mut bed).await?;
-    assert_eq!(bed.cluster.post_job(&request).await?.0, 201);
-    ends(&mut bed, "endless", "failed", &model).await?;
-    fault.heal(&mut bed).await?;
+    let endless = Behaviour::Endless;
+    throughout(&mut bed, &folder, endless, "endless", 1, "failed").await?;
     bed.finish();
     Ok(())
 }
