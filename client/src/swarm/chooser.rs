@@ -25,6 +25,7 @@
 
 mod pace;
 mod shares;
+mod small_map;
 mod types;
 
 use super::bits::{Bits, ones};
@@ -33,7 +34,8 @@ use mooncake_proto::mesh::GATEWAYS;
 pub use mooncake_proto::mesh::hash_id;
 use pace::{Answer, Pace, WINDOW_MIN};
 use shares::{Shares, weight};
-use std::collections::{BTreeMap, HashMap, VecDeque};
+use small_map::SmallMap;
+use std::collections::{HashMap, VecDeque};
 pub use types::{Decline, Delivery, PeerTraits, Pick, Stall};
 
 /// Most bytes outstanding at one peer: 10 Gbit/s over 25 ms.
@@ -77,7 +79,7 @@ struct Asked {
 struct Peer {
     traits: PeerTraits,
     has: Bits,
-    asked: BTreeMap<u32, Asked>,
+    asked: SmallMap<Asked>,
     deferred: HashMap<u32, u64>,
     busy_until_us: u64,
     pace: Pace,
@@ -104,6 +106,29 @@ impl Peer {
     }
 }
 
+/// How many of the peers that are not stalled have a block. In one piece: an announcement changes all three.
+#[derive(Clone, Copy, Debug, Default, PartialEq, Eq)]
+#[repr(align(8))]
+struct Holders {
+    all: u16,
+    /// Those that are not seeds.
+    relays: u16,
+    /// Of these, those in the own rack.
+    near: u16,
+}
+
+impl Holders {
+    fn count(&mut self, traits: &PeerTraits, up: bool) {
+        let add = |n: &mut u16, counts: bool| match up {
+            true => *n += u16::from(counts),
+            false => *n -= u16::from(counts),
+        };
+        add(&mut self.all, true);
+        add(&mut self.relays, !traits.seed);
+        add(&mut self.near, !traits.seed && traits.near);
+    }
+}
+
 /// What makes a block the better choice at a peer, lowest first: own share, rarity, own order.
 type Score = (bool, u16, u64);
 
@@ -126,13 +151,9 @@ pub struct Chooser {
     verifying_of: HashMap<u32, PeerIndex>,
     /// Neither held nor being verified nor asked of anybody.
     wanted: Bits,
-    peers: BTreeMap<PeerIndex, Peer>,
-    /// Holders that are not seeds, not stalled.
-    relays: Vec<u16>,
-    /// Of these, those in the own rack.
-    near: Vec<u16>,
-    /// All holders that are not stalled.
-    holders: Vec<u16>,
+    peers: SmallMap<Peer>,
+    /// By block; kept for what is not held only, for that is what is chosen from.
+    holders: Vec<Holders>,
     /// At whom a block is outstanding (canceled requests do not count).
     asked: HashMap<u32, Vec<PeerIndex>>,
     /// Peers that are no seeds.
@@ -164,10 +185,8 @@ impl Chooser {
             verifying: Bits::new(blocks),
             verifying_of: HashMap::new(),
             wanted,
-            peers: BTreeMap::new(),
-            relays: vec![0; blocks as usize],
-            near: vec![0; blocks as usize],
-            holders: vec![0; blocks as usize],
+            peers: SmallMap::new(),
+            holders: vec![Holders::default(); blocks as usize],
             asked: HashMap::new(),
             receivers: 0,
             shares: Shares::new(node, blocks),
@@ -210,7 +229,7 @@ impl Chooser {
         let fresh = Peer {
             traits,
             has: Bits::new(self.have.len()),
-            asked: BTreeMap::new(),
+            asked: SmallMap::new(),
             deferred: HashMap::new(),
             busy_until_us: 0,
             pace: Pace::new(self.block_size, self.window_max()),
@@ -306,7 +325,9 @@ impl Chooser {
 
     /// A held block is not held any more.
     pub fn lost(&mut self, block: u32) {
-        self.have.clear(block);
+        if self.have.clear(block) {
+            self.recount(block);
+        }
         self.want_if_idle(block);
     }
 
@@ -337,21 +358,25 @@ impl Chooser {
     }
 
     fn count_one(&mut self, traits: &PeerTraits, block: u32, up: bool) {
-        let add = |n: &mut u16| if up { *n += 1 } else { *n -= 1 };
-        let at = block as usize;
-        add(&mut self.holders[at]);
-        if !traits.seed {
-            add(&mut self.relays[at]);
-        }
-        if !traits.seed && traits.near {
-            add(&mut self.near[at]);
+        if !self.have.get(block) {
+            self.holders[block as usize].count(traits, up);
         }
     }
 
     fn count(&mut self, peer: PeerIndex, up: bool) {
         let p = &self.peers[&peer];
-        let (traits, blocks) = (p.traits, p.has.iter().collect::<Vec<_>>());
-        blocks.into_iter().for_each(|b| self.count_one(&traits, b, up));
+        for block in p.has.iter().filter(|b| !self.have.get(*b)) {
+            self.holders[block as usize].count(&p.traits, up);
+        }
+    }
+
+    /// Anew, after the block was held.
+    fn recount(&mut self, block: u32) {
+        let mut holders = Holders::default();
+        let live = self.peers.values().filter(|p| p.stalled_since_us.is_none());
+        live.filter(|p| p.has.get(block))
+            .for_each(|p| holders.count(&p.traits, true));
+        self.holders[block as usize] = holders;
     }
 
     fn window_max(&self) -> u32 {
@@ -482,11 +507,11 @@ impl Chooser {
             };
             for bit in ones(self.wanted.word(w) & p.has.word(w)) {
                 let block = w as u32 * 64 + bit;
-                let at = block as usize;
-                let first = self.relays[at] == 0;
+                let holders = self.holders[block as usize];
+                let first = holders.relays == 0;
                 if strict {
                     let elsewhere = p.traits.seed && !first;
-                    let nearer = !p.traits.near && self.near[at] > 0;
+                    let nearer = !p.traits.near && holders.near > 0;
                     let not_my_import = !p.traits.near && !first && !self.imports.owns(block);
                     let anothers = p.traits.seed && self.fresh.get(block) && !self.shares.owns(block);
                     if elsewhere || nearer || not_my_import || anothers {
@@ -498,11 +523,11 @@ impl Chooser {
                 }
                 looked_at += 1;
                 let not_mine = p.traits.seed && !self.shares.owns(block);
-                let rough = (not_mine, self.holders[at]);
-                if best.is_some_and(|((not_mine, holders, _), _)| rough > (not_mine, holders)) {
+                let rough = (not_mine, holders.all);
+                if best.is_some_and(|((not_mine, all, _), _)| rough > (not_mine, all)) {
                     continue;
                 }
-                let score = (not_mine, self.holders[at], weight(self.node, block));
+                let score = (not_mine, holders.all, weight(self.node, block));
                 // Canceled there and not answered yet: a second request would make two of one answer.
                 if best.is_none_or(|(s, _)| score < s) && !p.asked.contains_key(&block) {
                     best = Some((score, block));
@@ -514,7 +539,7 @@ impl Chooser {
         }
         let (_, block) = best?;
         // Of a relay no such thing is asked: it is one of many, and those who ask it do not all know each other.
-        let first_copy = p.traits.seed && self.relays[block as usize] == 0;
+        let first_copy = p.traits.seed && self.holders[block as usize].relays == 0;
         let unless_sent = strict && first_copy && self.receivers > 0;
         Some(Pick {
             peer,
@@ -660,7 +685,7 @@ impl Chooser {
             // an answer all the same.
             let standing = p.asked.iter().filter(|(_, a)| !a.canceled).map(|(b, _)| *b);
             let standing: Vec<u32> = standing.collect();
-            let others_have = |b: &u32| self.holders[*b as usize] > 1;
+            let others_have = |b: &u32| self.have.get(*b) || self.holders[*b as usize].all > 1;
             let cancel: Vec<u32> = standing.iter().copied().filter(others_have).collect();
             if cancel.is_empty() && !standing.is_empty() {
                 // But not for ever: a connection that brings nothing keeps its part of the budget from others, and
