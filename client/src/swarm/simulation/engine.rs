@@ -4,7 +4,12 @@ mod graph;
 mod pulling;
 mod serving;
 
-use super::{Report, Scenario, network::Network, node_hash};
+use super::{
+    Report, Scenario,
+    agenda::Agenda,
+    network::{CREDIT_SEGMENTS, Network},
+    node_hash,
+};
 use crate::swarm::{
     bits::Bits,
     chooser::{Chooser, Decline},
@@ -12,10 +17,7 @@ use crate::swarm::{
     slots::{Rank, UploadSlots, next_of},
 };
 use mooncake_proto::mesh::Mesh;
-use std::{
-    cmp::Reverse,
-    collections::{BTreeMap, BTreeSet, BinaryHeap, VecDeque},
-};
+use std::collections::{BTreeMap, BTreeSet, VecDeque};
 
 /// How often a fetch looks for stalls.
 const TICK_NS: u64 = 50_000_000;
@@ -35,8 +37,10 @@ type NodeId = u32;
 enum Event {
     /// A segment has left the uplink.
     Left(NodeId, ConnId),
-    /// A segment is there; `true`: the last one of its block.
-    Arrived(ConnId, Option<u32>),
+    /// A connection that had none has room for a segment.
+    Room(ConnId),
+    /// The last segment of a block is there.
+    Arrived(ConnId, u32),
     Verified(ConnId, u32),
     Request(ConnId, u32, bool),
     Declined(ConnId, u32, Decline),
@@ -60,30 +64,6 @@ enum Event {
     Redial(NodeId, NodeId),
 }
 
-#[derive(Debug)]
-struct Queued {
-    at_ns: u64,
-    sequence: u64,
-    event: Event,
-}
-
-impl PartialEq for Queued {
-    fn eq(&self, other: &Self) -> bool {
-        self.cmp(other).is_eq()
-    }
-}
-impl Eq for Queued {}
-impl PartialOrd for Queued {
-    fn partial_cmp(&self, other: &Self) -> Option<std::cmp::Ordering> {
-        Some(self.cmp(other))
-    }
-}
-impl Ord for Queued {
-    fn cmp(&self, other: &Self) -> std::cmp::Ordering {
-        (self.at_ns, self.sequence).cmp(&(other.at_ns, other.sequence))
-    }
-}
-
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 enum Life {
     Away,
@@ -94,6 +74,8 @@ enum Life {
 
 struct Node {
     life: Life,
+    /// From when it takes nothing in: while it is frozen, and when it is dead.
+    deaf_ns: u64,
     /// The seed has none.
     chooser: Option<Chooser>,
     held: Bits,
@@ -134,12 +116,15 @@ struct Conn {
     sending: Option<(u32, u32)>,
     /// Since when it waits for a slot.
     waits_ns: Option<u64>,
-    /// Segments on their way.
-    flying: u32,
+    /// When the latest segments are there, each at its number modulo their number.
+    there_ns: [u64; CREDIT_SEGMENTS as usize],
+    segments: u32,
     /// It has a segment to send and no room for it.
     blocked: bool,
     /// When the last segment on its way is there.
     last_ns: u64,
+    /// The puller has everything.
+    idle: bool,
     /// To be announced after the block that is being sent.
     unsaid: Vec<u32>,
 }
@@ -150,6 +135,8 @@ impl Conn {
     }
 }
 
+/// An announcement on its way, or the memory of one.
+#[derive(Default)]
 struct Batch {
     blocks: Vec<u32>,
     to: Vec<ConnId>,
@@ -158,16 +145,17 @@ struct Batch {
 pub(super) struct World<'a> {
     s: &'a Scenario,
     now_ns: u64,
-    queue: BinaryHeap<Reverse<Queued>>,
+    agenda: Agenda<Event>,
     events: u64,
-    sequence: u64,
     /// Nodes that have not everything and may still get it.
     fetching: usize,
     network: Network,
     nodes: Vec<Node>,
     conns: Vec<Conn>,
-    batches: Vec<Option<Batch>>,
+    batches: Vec<Batch>,
     free_batches: Vec<u32>,
+    /// Memory for lists of connections.
+    to: (Vec<ConnId>, Vec<ConnId>),
     mesh: Mesh<u32>,
     corrupt_pairs: BTreeSet<(NodeId, NodeId)>,
     report: Report,
@@ -179,6 +167,7 @@ impl<'a> World<'a> {
         let budget = (s.buffer_bytes / u64::from(s.block_bytes)).max(2) as u32;
         let nodes = (0..s.nodes.len() as u32).map(|i| Node {
             life: Life::Away,
+            deaf_ns: u64::MAX,
             chooser: (i > 0).then(|| Chooser::new(node_hash(i), s.blocks, s.block_bytes)),
             held: Bits::new(s.blocks),
             log: SentLog::default(),
@@ -200,15 +189,15 @@ impl<'a> World<'a> {
         });
         let mut world = Self {
             now_ns: 0,
-            queue: BinaryHeap::new(),
+            agenda: Agenda::new(),
             events: 0,
-            sequence: 0,
             fetching: s.nodes.len() - 1,
             network: Network::new(s),
             nodes: nodes.collect(),
             conns: Vec::new(),
             batches: Vec::new(),
             free_batches: Vec::new(),
+            to: Default::default(),
             mesh: s.mesh(|i| s.nodes[i].joins_us == 0),
             corrupt_pairs: BTreeSet::new(),
             report: Report {
@@ -249,19 +238,17 @@ impl<'a> World<'a> {
 
     pub(super) fn run(mut self) -> Report {
         let limit_ns = self.s.limit_us * 1000;
-        while let Some(Reverse(next)) = self.queue.pop() {
-            self.now_ns = next.at_ns;
-            if next.at_ns > limit_ns || self.over() {
+        while self.fetching > 0
+            && let Some((at_ns, event)) = self.agenda.take()
+        {
+            self.now_ns = at_ns;
+            if at_ns > limit_ns {
                 break;
             }
             self.events += 1;
-            self.happens(next.event);
+            self.happens(event);
         }
         self.finish()
-    }
-
-    fn over(&self) -> bool {
-        self.fetching == 0
     }
 
     fn finish(mut self) -> Report {
@@ -297,13 +284,7 @@ impl<'a> World<'a> {
     }
 
     fn at(&mut self, at_ns: u64, event: Event) {
-        self.sequence += 1;
-        let sequence = self.sequence;
-        self.queue.push(Reverse(Queued {
-            at_ns,
-            sequence,
-            event,
-        }));
+        self.agenda.note(at_ns, event);
     }
 
     fn now_us(&self) -> u64 {
@@ -318,7 +299,7 @@ impl<'a> World<'a> {
     fn addressee(&self, event: Event) -> Option<NodeId> {
         match event {
             Event::Left(node, _) | Event::Announce(node) | Event::Tick(node) => Some(node),
-            Event::Arrived(c, _) | Event::Verified(c, _) | Event::Declined(c, ..) => {
+            Event::Room(c) | Event::Arrived(c, _) | Event::Verified(c, _) | Event::Declined(c, ..) => {
                 Some(self.conns[c as usize].puller)
             }
             Event::Request(c, ..) | Event::Cancel(c, _) => Some(self.conns[c as usize].server),
@@ -337,7 +318,8 @@ impl<'a> World<'a> {
         }
         match event {
             Event::Left(node, conn) => self.left(node, conn),
-            Event::Arrived(conn, last) => self.arrived(conn, last),
+            Event::Room(conn) => self.room(conn),
+            Event::Arrived(conn, block) => self.arrived(conn, block),
             Event::Verified(conn, block) => self.verified(conn, block),
             Event::Request(conn, block, unless_sent) => self.request(conn, block, unless_sent),
             Event::Declined(conn, block, why) => self.declined(conn, block, why),
@@ -360,6 +342,7 @@ impl<'a> World<'a> {
             Event::Die(node) => {
                 let n = &mut self.nodes[node as usize];
                 n.life = Life::Dead;
+                n.deaf_ns = n.deaf_ns.min(self.now_ns);
                 self.fetching -= usize::from(n.chooser.is_some() && n.done_ns.is_none());
                 self.network.silence(node);
                 self.at(self.now_ns + self.s.silence_us * 1000, Event::Broken(node));
@@ -373,9 +356,13 @@ impl<'a> World<'a> {
                 }
             }
             Event::Repair => self.repair(),
-            Event::Freeze(node) => self.nodes[node as usize].life = Life::Frozen,
+            Event::Freeze(node) => {
+                let n = &mut self.nodes[node as usize];
+                (n.life, n.deaf_ns) = (Life::Frozen, self.now_ns);
+            }
             Event::Thaw(node) => {
-                self.nodes[node as usize].life = Life::Alive;
+                let n = &mut self.nodes[node as usize];
+                (n.life, n.deaf_ns) = (Life::Alive, u64::MAX);
                 for missed in std::mem::take(&mut self.nodes[node as usize].missed) {
                     self.happens(missed);
                 }

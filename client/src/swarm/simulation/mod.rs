@@ -25,6 +25,7 @@
 //! masters (but for repair), digests that differ before the seal (a corrupter is one whose bytes do not match its
 //! word), and nodes that fetch several artifacts at a time.
 
+mod agenda;
 mod engine;
 mod network;
 #[cfg(test)]

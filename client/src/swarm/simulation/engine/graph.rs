@@ -1,7 +1,10 @@
 //! Who is connected to whom.
 
 use super::{Conn, ConnId, Event, Life, Node, NodeId, REDIAL_NS, World};
-use crate::swarm::{chooser::PeerTraits, simulation::node_hash};
+use crate::swarm::{
+    chooser::PeerTraits,
+    simulation::{network::CREDIT_SEGMENTS, node_hash},
+};
 use std::collections::VecDeque;
 
 impl World<'_> {
@@ -50,9 +53,11 @@ impl World<'_> {
             queue: VecDeque::new(),
             sending: None,
             waits_ns: None,
-            flying: 0,
+            there_ns: [0; CREDIT_SEGMENTS as usize],
+            segments: 0,
             blocked: false,
             last_ns: 0,
+            idle: false,
             unsaid: Vec::new(),
         });
         self.nodes[server as usize].log.connect(conn.into());
@@ -69,7 +74,7 @@ impl World<'_> {
         if !held.is_empty() {
             // The connection, the hello, the subscription.
             let at = self.now_ns + 4 * self.network.latency_ns(server, puller);
-            self.say(at, held, vec![conn]);
+            self.say(at, &held, &[conn]);
         }
     }
 

@@ -1,42 +1,36 @@
 //! What a node does to get what it has not.
 
-use super::{Batch, ConnId, Event, Life, NodeId, PENALTY_NS, REDIAL_NS, REQUEST_BYTES, TICK_NS, World};
+use super::{ConnId, Event, Life, NodeId, PENALTY_NS, REDIAL_NS, REQUEST_BYTES, TICK_NS, World};
 use crate::swarm::{chooser::Decline, serve::ANNOUNCE_INTERVAL};
 
 impl World<'_> {
     pub(super) fn have(&mut self, batch: u32) {
-        let Batch { blocks, to } = self.batches[batch as usize].take().expect("said once");
-        self.free_batches.push(batch);
-        let mut frozen = Vec::new();
-        for conn in to {
+        let mut said = std::mem::take(&mut self.batches[batch as usize]);
+        for conn in said.to.drain(..) {
             let c = &self.conns[conn as usize];
             let node = &mut self.nodes[c.puller as usize];
             match node.life {
-                Life::Alive if c.open && node.done_ns.is_none() => {}
+                Life::Alive if c.open && !c.idle => {}
                 Life::Frozen if c.open => {
-                    frozen.push(conn);
+                    let at = self.batch(&said.blocks, &[conn]);
+                    let puller = self.conns[conn as usize].puller;
+                    self.nodes[puller as usize].missed.push(Event::Have(at));
                     continue;
                 }
                 _ => continue,
             }
             let chooser = node.chooser.as_mut().expect("pulls");
             let (mut news, now_us) = (false, self.now_ns / 1000);
-            for block in &blocks {
+            for block in &said.blocks {
                 news |= chooser.announce(conn, *block, now_us);
             }
             if news {
                 self.pump(self.conns[conn as usize].puller);
             }
         }
-        for conn in frozen {
-            let puller = self.conns[conn as usize].puller;
-            let at = self.batches.len() as u32;
-            self.batches.push(Some(Batch {
-                blocks: blocks.clone(),
-                to: vec![conn],
-            }));
-            self.nodes[puller as usize].missed.push(Event::Have(at));
-        }
+        said.blocks.clear();
+        self.batches[batch as usize] = said;
+        self.free_batches.push(batch);
     }
 
     fn pump(&mut self, node: NodeId) {
@@ -70,13 +64,7 @@ impl World<'_> {
         self.pump(puller);
     }
 
-    pub(super) fn arrived(&mut self, conn: ConnId, last: Option<u32>) {
-        let c = &mut self.conns[conn as usize];
-        c.flying -= 1;
-        if c.blocked && c.sending.is_some() {
-            self.offer(conn);
-        }
-        let Some(block) = last else { return };
+    pub(super) fn arrived(&mut self, conn: ConnId, block: u32) {
         let c = &self.conns[conn as usize];
         let puller = c.puller;
         let (now_us, bytes) = (self.now_us(), self.s.block_bytes.into());
@@ -128,6 +116,9 @@ impl World<'_> {
             if whole {
                 node.done_ns = Some(self.now_ns);
                 self.fetching -= 1;
+                for conn in node.pulls.values() {
+                    self.conns[*conn as usize].idle = true;
+                }
             }
             self.holds(puller, block);
         }

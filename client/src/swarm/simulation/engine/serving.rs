@@ -1,7 +1,12 @@
 //! What a node does for those who ask it.
 
 use super::{Batch, ConnId, DIGEST_BYTES, Event, HAVE_BYTES, NodeId, REQUEST_BYTES, World};
-use crate::swarm::{chooser::Decline, serve::BUSY_AFTER, simulation::network::CREDIT_SEGMENTS};
+use crate::swarm::{chooser::Decline, serve::BUSY_AFTER};
+
+fn cleared(mut blocks: Vec<u32>) -> Vec<u32> {
+    blocks.clear();
+    blocks
+}
 
 impl World<'_> {
     pub(super) fn request(&mut self, conn: ConnId, block: u32, unless_sent: bool) {
@@ -75,11 +80,24 @@ impl World<'_> {
     /// The connection takes its turn if it has room.
     pub(super) fn offer(&mut self, conn: ConnId) {
         let c = &mut self.conns[conn as usize];
-        c.blocked = c.flying >= CREDIT_SEGMENTS;
-        let (server, blocked) = (c.server, c.blocked);
-        if !blocked {
-            self.network.wants(server, conn);
-            self.send_on(server);
+        // Before this one has left, that one must be there: and taken in, which a node that stands still does not do.
+        let there_ns = c.there_ns[c.segments as usize % c.there_ns.len()];
+        let deaf_ns = self.nodes[c.puller as usize].deaf_ns;
+        c.blocked = there_ns > self.now_ns.min(deaf_ns);
+        if c.blocked {
+            let at = there_ns.max(self.now_ns);
+            return self.at(at, Event::Room(conn));
+        }
+        let server = c.server;
+        self.network.wants(server, conn);
+        self.send_on(server);
+    }
+
+    /// There is room for another segment.
+    pub(super) fn room(&mut self, conn: ConnId) {
+        let c = &self.conns[conn as usize];
+        if c.blocked && c.sending.is_some() {
+            self.offer(conn);
         }
     }
 
@@ -95,25 +113,27 @@ impl World<'_> {
         let at = self.network.end(c.server, c.puller, now_ns);
         // It broke meanwhile.
         if let Some((block, left)) = c.sending {
-            c.flying += 1;
+            let slot = c.segments as usize % c.there_ns.len();
+            c.there_ns[slot] = at;
+            c.segments = c.segments.wrapping_add(1);
             c.last_ns = at;
-            let last = left == 1;
-            if last {
+            if left == 1 {
                 c.sending = None;
                 let unsaid = std::mem::take(&mut c.unsaid);
                 let server = &mut self.nodes[node as usize];
                 server.sent += 1;
                 server.log.sent(conn.into(), block, now_ns / 1_000_000);
                 if !unsaid.is_empty() {
-                    self.say(at, unsaid, vec![conn]);
+                    self.say(at, &unsaid, &[conn]);
+                    self.conns[conn as usize].unsaid = cleared(unsaid);
                 }
                 self.give_back(conn);
                 self.ask_slot(conn);
+                self.at(at, Event::Arrived(conn, block));
             } else {
                 c.sending = Some((block, left - 1));
                 self.offer(conn);
             }
-            self.at(at, Event::Arrived(conn, last.then_some(block)));
         }
         self.send_on(node);
     }
@@ -144,47 +164,54 @@ impl World<'_> {
         let n = &mut self.nodes[node as usize];
         n.announcing = false;
         n.announced_ns = now_ns;
-        let blocks = std::mem::take(&mut n.fresh);
-        let (mut near, mut far) = (Vec::new(), Vec::new());
+        let mut blocks = std::mem::take(&mut n.fresh);
+        let (mut near, mut far) = std::mem::take(&mut self.to);
         for i in 0..self.nodes[node as usize].serves.len() {
             let conn = self.nodes[node as usize].serves[i];
             let c = &mut self.conns[conn as usize];
-            if self.nodes[c.puller as usize].done_ns.is_some() {
+            if c.idle {
                 continue;
             }
             if c.sending.is_some() {
                 c.unsaid.extend(&blocks);
             } else if c.last_ns > now_ns {
                 let last_ns = c.last_ns;
-                self.say(last_ns, blocks.clone(), vec![conn]);
+                self.say(last_ns, &blocks, &[conn]);
             } else if self.network.near(node, c.puller) {
                 near.push(conn);
             } else {
                 far.push(conn);
             }
         }
-        for (to, latency_us) in [(near, self.s.near_us), (far, self.s.far_us)] {
+        for (to, latency_us) in [(&mut near, self.s.near_us), (&mut far, self.s.far_us)] {
             if !to.is_empty() {
-                self.say(now_ns + latency_us * 1000, blocks.clone(), to);
+                self.say(now_ns + latency_us * 1000, &blocks, to);
+                to.clear();
             }
         }
+        self.to = (near, far);
+        blocks.clear();
+        self.nodes[node as usize].fresh = blocks;
     }
 
-    pub(super) fn say(&mut self, at_ns: u64, blocks: Vec<u32>, to: Vec<ConnId>) {
+    /// Announces blocks on connections of one server.
+    pub(super) fn say(&mut self, at_ns: u64, blocks: &[u32], to: &[ConnId]) {
         let server = self.conns[to[0] as usize].server;
         let bytes = HAVE_BYTES + DIGEST_BYTES * blocks.len() as u64;
         self.count(server, to.len() as u64, to.len() as u64 * bytes);
-        let batch = Some(Batch { blocks, to });
-        let at = match self.free_batches.pop() {
-            Some(free) => {
-                self.batches[free as usize] = batch;
-                free
-            }
-            None => {
-                self.batches.push(batch);
-                self.batches.len() as u32 - 1
-            }
-        };
+        let at = self.batch(blocks, to);
         self.at(at_ns, Event::Have(at));
+    }
+
+    /// In memory that was used before, if there is any.
+    pub(super) fn batch(&mut self, blocks: &[u32], to: &[ConnId]) -> u32 {
+        let at = self.free_batches.pop().unwrap_or_else(|| {
+            self.batches.push(Batch::default());
+            self.batches.len() as u32 - 1
+        });
+        let batch = &mut self.batches[at as usize];
+        batch.blocks.extend_from_slice(blocks);
+        batch.to.extend_from_slice(to);
+        at
     }
 }
