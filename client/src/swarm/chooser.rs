@@ -148,14 +148,14 @@ pub struct Chooser {
     /// Delivered, being verified.
     verifying: Bits,
     /// Whose blocks these are.
-    verifying_of: HashMap<u32, PeerIndex>,
+    verifying_of: SmallMap<PeerIndex>,
     /// Neither held nor being verified nor asked of anybody.
     wanted: Bits,
     peers: SmallMap<Peer>,
     /// By block; kept for what is not held only, for that is what is chosen from.
     holders: Vec<Holders>,
     /// At whom a block is outstanding (canceled requests do not count).
-    asked: HashMap<u32, Vec<PeerIndex>>,
+    asked: SmallMap<Vec<PeerIndex>>,
     /// Peers that are no seeds.
     receivers: usize,
     /// Which first copies of a seed are this node's, among all receivers that it knows.
@@ -183,11 +183,11 @@ impl Chooser {
             block_size: block_size.into(),
             have: Bits::new(blocks),
             verifying: Bits::new(blocks),
-            verifying_of: HashMap::new(),
+            verifying_of: SmallMap::new(),
             wanted,
             peers: SmallMap::new(),
             holders: vec![Holders::default(); blocks as usize],
-            asked: HashMap::new(),
+            asked: SmallMap::new(),
             receivers: 0,
             shares: Shares::new(node, blocks),
             fresh: Bits::new(blocks),
@@ -410,7 +410,10 @@ impl Chooser {
                     canceled: false,
                 },
             );
-            self.asked.entry(pick.block).or_default().push(pick.peer);
+            match self.asked.get_mut(&pick.block) {
+                Some(list) => list.push(pick.peer),
+                None => drop(self.asked.insert(pick.block, vec![pick.peer])),
+            }
             self.wanted.clear(pick.block);
         }
         pick

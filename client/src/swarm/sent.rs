@@ -6,7 +6,7 @@
 //! other one disconnects, or when it had [`HOLD_MS`] since the block went out and still somebody asks.
 
 use super::slots::Rank;
-use std::collections::{HashMap, HashSet, VecDeque};
+use std::collections::{HashMap, HashSet, VecDeque, hash_map::Entry};
 
 /// How long a puller that got a block has to announce it, before another one is served the same block: many
 /// times what a verification and a batch of announcements take, yet short against a stalled transfer.
@@ -84,10 +84,11 @@ impl SentLog {
             && now_ms >= at_ms + HOLD_MS
         {
             self.order.pop_front();
-            if let Some((_, Fate::Sent { at_ms })) = self.blocks.get(&block)
+            if let Entry::Occupied(entry) = self.blocks.entry(block)
+                && let (_, Fate::Sent { at_ms }) = entry.get()
                 && now_ms >= at_ms + HOLD_MS
             {
-                self.blocks.remove(&block);
+                entry.remove();
             }
         }
     }

@@ -1,5 +1,6 @@
-//! A map from numbers to a few values, in ascending order, in one piece of memory. A choice looks at every peer and an
-//! announcement at one: with a tree of nodes half of the time of both went into waiting for memory.
+//! A map from numbers to a few values, in ascending order, with the keys in one piece of memory and the values in
+//! another. A choice looks at every peer and an announcement at one: with nodes of trees, or hash tables, half of the time
+//! of both went into waiting for memory.
 //!
 //! Not for many: to insert and to remove moves what lies behind.
 
