@@ -1,14 +1,19 @@
 //! How long a broadcast takes, by simulation: `cargo run --release -p mooncake-client --example simulate_broadcast`.
 //!
 //! Without arguments it runs the scenarios of `docs/performance.md`; `--scenario` picks some of them, and with
-//! `--nodes` one of your own is run. `--json` prints one object a line.
+//! `--nodes` one of your own is run. `--json` prints one object a line. Exit code 2 if something does not hold that
+//! must: it says what.
 
 mod scenarios;
 
 use clap::Parser;
+use mooncake_chaos::report::exit_code;
 use mooncake_client::swarm::simulation::{self, Report, Scenario};
-use scenarios::{Named, named};
-use std::time::{Duration, Instant};
+use scenarios::{Limits, Named, named};
+use std::{
+    process::ExitCode,
+    time::{Duration, Instant},
+};
 
 /// Simulates one artifact's way through a swarm, with the program's own choosers.
 #[derive(Debug, Parser)]
@@ -92,13 +97,18 @@ impl Cli {
     }
 }
 
-fn main() -> anyhow::Result<()> {
-    let cli = Cli::parse();
+fn main() -> ExitCode {
+    exit_code(run(&Cli::parse()))
+}
+
+/// Whether all holds.
+fn run(cli: &Cli) -> anyhow::Result<bool> {
     let runs: Vec<Named> = match cli.nodes {
         Some(nodes) => vec![Named {
             name: "own",
             about: "as given",
             scenario: cli.own(nodes),
+            limits: Limits::default(),
         }],
         None => {
             let wanted = |n: &Named| {
@@ -114,7 +124,7 @@ fn main() -> anyhow::Result<()> {
     );
     if !cli.json {
         println!(
-            "{:<22} {:>6} {:>7} {:>9} {:>9} {:>6} {:>6} {:>8} {:>9} {:>8} {:>7} {:>8} {:>7}",
+            "{:<14} {:>6} {:>7} {:>9} {:>9} {:>6} {:>6} {:>8} {:>9} {:>8} {:>7} {:>8} {:>6} {:>7}",
             "scenario",
             "nodes",
             "blocks",
@@ -127,9 +137,11 @@ fn main() -> anyhow::Result<()> {
             "msg/s",
             "max",
             "declined",
+            "wrong",
             "real s"
         );
     }
+    let mut holds = true;
     for named in runs {
         let begun = Instant::now();
         let report = simulation::run(&named.scenario);
@@ -138,19 +150,28 @@ fn main() -> anyhow::Result<()> {
         } else {
             row(&named, &report, begun.elapsed());
         }
+        for what in named.broken(&report) {
+            holds = false;
+            let line = format!("DOES NOT HOLD: {what}");
+            if cli.json {
+                eprintln!("{line}")
+            } else {
+                println!("{line}")
+            }
+        }
     }
-    Ok(())
+    Ok(holds)
 }
 
 fn row(named: &Named, r: &Report, real: Duration) {
     let s = &named.scenario;
     println!(
-        "{:<22} {:>6} {:>7} {:>9.1} {:>9} {:>6.3} {:>6.3} {:>8.2} {:>9.4} {:>8.0} {:>7.0} {:>8} {:>7.1}",
+        "{:<14} {:>6} {:>7} {:>9.2} {:>9} {:>6.3} {:>6.3} {:>8.2} {:>9.4} {:>8.0} {:>7.0} {:>8} {:>6} {:>7.1}",
         named.name,
         s.nodes.len() - 1,
         s.blocks,
         r.bound_s,
-        r.makespan_s.map_or("never".to_owned(), |m| format!("{m:.1}")),
+        r.makespan_s.map_or("never".to_owned(), |m| format!("{m:.2}")),
         r.ratio(),
         r.seed_copies,
         r.cross_rack_bytes / s.size_bytes(),
@@ -158,6 +179,7 @@ fn row(named: &Named, r: &Report, real: Duration) {
         r.messages_mean,
         r.messages_max,
         r.declined,
+        r.corrupt,
         real.as_secs_f64()
     );
 }
@@ -184,6 +206,7 @@ fn json(named: &Named, r: &Report, real: Duration) -> serde_json::Value {
         "message_bytes": r.message_bytes,
         "declined": r.declined,
         "corrupt_blocks": r.corrupt,
+        "corrupt_connections": r.corrupt_connections,
         "corrupt_pairs": r.corrupt_pairs,
         "neighbours_max": r.neighbours_max,
         "events": r.events,

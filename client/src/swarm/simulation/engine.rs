@@ -125,6 +125,8 @@ struct Conn {
     last_ns: u64,
     /// The puller has everything.
     idle: bool,
+    /// A wrong block came on it.
+    corrupt: bool,
     /// To be announced after the block that is being sent.
     unsaid: Vec<u32>,
 }

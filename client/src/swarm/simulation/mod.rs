@@ -212,7 +212,9 @@ pub struct Report {
     pub declined: u64,
     /// Wrong blocks received.
     pub corrupt: u64,
-    /// Pairs of receiver and corrupter between which one came.
+    /// Connections on which one came.
+    pub corrupt_connections: u64,
+    /// Pairs of receiver and corrupter between which one came: fewer where a penalty was over before the end.
     pub corrupt_pairs: u64,
     /// Most neighbours of a node.
     pub neighbours_max: usize,

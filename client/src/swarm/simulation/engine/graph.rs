@@ -58,6 +58,7 @@ impl World<'_> {
             blocked: false,
             last_ns: 0,
             idle: false,
+            corrupt: false,
             unsaid: Vec::new(),
         });
         self.nodes[server as usize].log.connect(conn.into());

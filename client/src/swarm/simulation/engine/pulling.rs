@@ -106,6 +106,8 @@ impl World<'_> {
         if self.s.nodes[server as usize].corrupts {
             chooser.failed(block);
             self.report.corrupt += 1;
+            let before = std::mem::replace(&mut self.conns[conn as usize].corrupt, true);
+            self.report.corrupt_connections += u64::from(!before);
             self.corrupt_pairs.insert((puller, server));
             if self.conns[conn as usize].open {
                 self.blame(puller, server, conn);
