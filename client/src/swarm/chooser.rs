@@ -6,7 +6,7 @@
 //!   second. Which receiver takes which block of those is settled by rendezvous hashing among the receivers, so
 //!   that they ask the seed for different ones; when the own share is used up they take from the others'
 //!   (with `unless_sent`, so that the seed declines what is on its way to somebody already), but not before the
-//!   other had [`SHARE_US`] to ask for it.
+//!   other had [`choice::SHARE_US`] to ask for it.
 //! - A block that the rack has is not asked of another rack. One that it has not is brought in by one of its
 //!   gateways (those of its members that have peers elsewhere; by rendezvous hashing again), unless it is a first
 //!   copy, which whoever gets it brings in.
@@ -14,26 +14,27 @@
 //! - Each peer has a window of outstanding requests which follows the bandwidth-delay product; it is one block
 //!   until a block of that peer was verified.
 //! - Starved (nothing to ask by these rules although somebody has what is missing, and little outstanding, for
-//!   [`STARVED_US`]): the first two rules are suspended.
+//!   [`choice::STARVED_US`]): the first two rules are suspended.
 //! - Endgame: when everything missing is asked for, the last blocks are asked of a second, idle peer if the
-//!   first is late; at most 1 % of the blocks (but [`ENDGAME_MIN`] of them) are asked for twice.
+//!   first is late; at most 1 % of the blocks (but [`choice::ENDGAME_MIN`] of them) are asked for twice.
 //! - A peer that owes and delivers nothing is stalled: others are asked instead, and it counts as a holder
 //!   again when it delivers. Stalled for long, it is to be dropped.
 //!
 //! Not guaranteed: global rarest-first (a node knows its own peers); for more than `SAMPLE` candidates the
 //! rarest of a sample is taken, each time of another one.
 
+mod choice;
 mod pace;
 mod shares;
 mod small_map;
+mod stalls;
 mod types;
 
-use super::bits::{Bits, ones};
+use super::bits::Bits;
 pub use super::words::PeerIndex;
-use mooncake_proto::mesh::GATEWAYS;
 pub use mooncake_proto::mesh::hash_id;
 use pace::{Answer, Pace, WINDOW_MIN};
-use shares::{Shares, weight};
+use shares::Shares;
 use small_map::SmallMap;
 use std::collections::{HashMap, VecDeque};
 pub use types::{Decline, Delivery, PeerTraits, Pick, Stall};
@@ -43,29 +44,8 @@ pub const WINDOW_MAX_BYTES: u64 = 32 << 20;
 /// How long a block that a peer declined as `sent elsewhere` is not asked of it again: it usually is
 /// announced by the other one much earlier.
 const DEFER_US: u64 = 300_000;
-/// How long the receiver whose share a block is has to ask the seed for it, before others do: a few announcements and
-/// requests. While a source is slower than the links, whoever hears first would otherwise get every first copy.
-const SHARE_US: u64 = 100_000;
 /// How long a busy peer is left alone.
 const BUSY_US: u64 = 200_000;
-/// How long a node does nearly nothing before it may ask a seed for second copies.
-const STARVED_US: u64 = 250_000;
-/// How long a peer may owe without delivering, at least, before it counts as stalled.
-const STALL_US: u64 = 3_000_000;
-/// Stalled for this long: drop it.
-const STALL_DROP_US: u64 = 15_000_000;
-/// Without any answer for this long: drop it, also if nobody else has what it was asked for. More than the slowest
-/// sending of a block that its own end bears ([`crate::transport::block_time`]), so that who is only slow is not left.
-const SILENT_DROP_US: u64 = 30_000_000;
-/// How late a block must be, at least, before endgame asks a second peer.
-const ENDGAME_AGE_US: u64 = 300_000;
-/// Missing blocks at which endgame begins, at most.
-const ENDGAME_BLOCKS: u32 = 64;
-/// Duplicates that are allowed whatever the number of blocks.
-const ENDGAME_MIN: u32 = 4;
-/// Candidates looked at for one choice: exact rarest-first for artifacts of the usual 2,000 blocks.
-/// Beyond, the rarest of so many is among the rarest hundredth, which is as good.
-const SAMPLE: u32 = 512;
 
 #[derive(Clone, Copy, Debug)]
 struct Asked {
@@ -129,16 +109,6 @@ impl Holders {
     }
 }
 
-/// What makes a block the better choice at a peer, lowest first: own share, rarity, own order.
-type Score = (bool, u16, u64);
-
-/// How strictly the rules are taken.
-#[derive(Clone, Copy, PartialEq, Eq)]
-enum Mode {
-    Strict,
-    Starved,
-}
-
 /// The state of one fetch.
 #[derive(Debug)]
 pub struct Chooser {
@@ -160,7 +130,7 @@ pub struct Chooser {
     receivers: usize,
     /// Which first copies of a seed are this node's, among all receivers that it knows.
     shares: Shares,
-    /// Blocks that a seed has had for less than [`SHARE_US`], and since when, in order.
+    /// Blocks that a seed has had for less than [`choice::SHARE_US`], and since when, in order.
     fresh: Bits,
     fresh_since: VecDeque<(u64, u32)>,
     /// What it brings into its rack, among the gateways.
@@ -383,210 +353,6 @@ impl Chooser {
         ((WINDOW_MAX_BYTES / self.block_size) as u32).max(WINDOW_MIN)
     }
 
-    /// The next request to send, noted as sent; `None`: nothing to ask for at the moment.
-    pub fn next(&mut self, now_us: u64) -> Option<Pick> {
-        if self.missing() == 0 {
-            return None;
-        }
-        let pick = if self.wanted.ones() == 0 {
-            self.endgame(now_us)
-        } else if let Some(pick) = self.choose(now_us, Mode::Strict) {
-            self.starved_since_us = None;
-            Some(pick)
-        } else {
-            self.starved(now_us)
-        };
-        if let Some(pick) = pick {
-            let p = self.peers.get_mut(&pick.peer).expect("chosen among the peers");
-            if p.asked.is_empty() {
-                p.pace.begins(now_us);
-            }
-            let depth = p.asked.len();
-            p.asked.insert(
-                pick.block,
-                Asked {
-                    at_us: now_us,
-                    depth,
-                    canceled: false,
-                },
-            );
-            match self.asked.get_mut(&pick.block) {
-                Some(list) => list.push(pick.peer),
-                None => drop(self.asked.insert(pick.block, vec![pick.peer])),
-            }
-            self.wanted.clear(pick.block);
-        }
-        pick
-    }
-
-    /// By the rules there is nothing to ask for.
-    fn starved(&mut self, now_us: u64) -> Option<Pick> {
-        if self.asked.len() >= WINDOW_MIN as usize {
-            return None;
-        }
-        // Who waits for what nobody has is not helped by a second copy.
-        let Some(pick) = self.choose(now_us, Mode::Starved) else {
-            self.starved_since_us = None;
-            return None;
-        };
-        let since = *self.starved_since_us.get_or_insert(now_us);
-        (now_us >= since + STARVED_US).then_some(pick)
-    }
-
-    fn choose(&mut self, now_us: u64, mode: Mode) -> Option<Pick> {
-        self.refresh_shares();
-        self.choices += 1;
-        while let Some((since_us, block)) = self.fresh_since.front().copied()
-            && now_us >= since_us + SHARE_US
-        {
-            self.fresh_since.pop_front();
-            self.fresh.clear(block);
-        }
-        // The best peer mostly has something: the order of the others is not worth a list.
-        let mut tried = None;
-        loop {
-            let open = self
-                .peers
-                .iter()
-                .filter(|(_, p)| p.room(now_us) && p.has.ones() > 0);
-            let ranked = open.map(|(i, p)| (self.preference(*i, p, mode), *i));
-            let next = ranked.filter(|r| tried.is_none_or(|t| *r > t)).min()?;
-            if let Some(pick) = self.best_of(next.1, now_us, mode) {
-                return Some(pick);
-            }
-            tried = Some(next);
-        }
-    }
-
-    /// Whom to ask before whom, lowest first.
-    fn preference(&self, peer: PeerIndex, p: &Peer, mode: Mode) -> (u8, u32, u64) {
-        // What this node brings in, from a seed or from another rack, is what others wait for. In need, those come
-        // last.
-        let class = match (mode, p.traits.seed, p.traits.near) {
-            (Mode::Strict, true, _) => 0,
-            (Mode::Strict, false, false) => 1,
-            (Mode::Strict, false, true) => 2,
-            (Mode::Starved, false, true) => 3,
-            (Mode::Starved, false, false) => 4,
-            (Mode::Starved, true, _) => 5,
-        };
-        let load = p.asked.len() as u32 * 1024 / p.pace.window();
-        (class, load, weight(self.node, peer))
-    }
-
-    /// Whose is what, among those that are there now.
-    fn refresh_shares(&mut self) {
-        let (peers, node) = (&self.peers, self.node);
-        let receivers = || peers.values().map(|p| p.traits).filter(|t| !t.seed);
-        let and_this_one = |mut hashes: Vec<u64>| {
-            hashes.push(node);
-            hashes
-        };
-        self.shares
-            .refresh(|| and_this_one(receivers().map(|t| t.hash).collect()));
-        self.imports.refresh(|| {
-            // The gateways of a rack are those of its members with the lowest hashes (`mooncake_proto::mesh`), and
-            // they know each other.
-            let near = receivers().filter(|t| t.near).map(|t| t.hash);
-            let mut rack = and_this_one(near.collect());
-            rack.sort_unstable();
-            rack.truncate(GATEWAYS);
-            rack
-        });
-    }
-
-    fn best_of(&self, peer: PeerIndex, now_us: u64, mode: Mode) -> Option<Pick> {
-        let p = &self.peers[&peer];
-        let strict = mode == Mode::Strict;
-        let words = self.wanted.words();
-        let start = (weight(self.node, self.choices as u32) % words as u64) as usize;
-        let mut looked_at = 0;
-        let mut best: Option<(Score, u32)> = None;
-        for i in 0..words {
-            let w = if start + i < words {
-                start + i
-            } else {
-                start + i - words
-            };
-            for bit in ones(self.wanted.word(w) & p.has.word(w)) {
-                let block = w as u32 * 64 + bit;
-                let holders = self.holders[block as usize];
-                let first = holders.relays == 0;
-                if strict {
-                    let elsewhere = p.traits.seed && !first;
-                    let nearer = !p.traits.near && holders.near > 0;
-                    let not_my_import = !p.traits.near && !first && !self.imports.owns(block);
-                    let anothers = p.traits.seed && self.fresh.get(block) && !self.shares.owns(block);
-                    if elsewhere || nearer || not_my_import || anothers {
-                        continue;
-                    }
-                    if !p.deferred.is_empty() && p.deferred.get(&block).is_some_and(|until| *until > now_us) {
-                        continue;
-                    }
-                }
-                looked_at += 1;
-                let not_mine = p.traits.seed && !self.shares.owns(block);
-                let rough = (not_mine, holders.all);
-                if best.is_some_and(|((not_mine, all, _), _)| rough > (not_mine, all)) {
-                    continue;
-                }
-                let score = (not_mine, holders.all, weight(self.node, block));
-                // Canceled there and not answered yet: a second request would make two of one answer.
-                if best.is_none_or(|(s, _)| score < s) && !p.asked.contains_key(&block) {
-                    best = Some((score, block));
-                }
-            }
-            if looked_at >= SAMPLE {
-                break;
-            }
-        }
-        let (_, block) = best?;
-        // Of a relay no such thing is asked: it is one of many, and those who ask it do not all know each other.
-        let first_copy = p.traits.seed && self.holders[block as usize].relays == 0;
-        let unless_sent = strict && first_copy && self.receivers > 0;
-        Some(Pick {
-            peer,
-            block,
-            unless_sent,
-        })
-    }
-
-    /// Everything missing is asked for: ask a second, idle peer for what is late.
-    fn endgame(&mut self, now_us: u64) -> Option<Pick> {
-        let allowed = (self.have.len() / 100).max(ENDGAME_MIN);
-        if self.missing() > ENDGAME_BLOCKS || self.duplicates >= allowed {
-            return None;
-        }
-        let mut late: Vec<_> = self
-            .asked
-            .iter()
-            .filter(|(_, at)| at.len() == 1)
-            .filter_map(|(block, at)| Some((self.peers.get(&at[0])?.asked.get(block)?.at_us, *block, at[0])))
-            .filter(|(at_us, ..)| now_us >= at_us + ENDGAME_AGE_US)
-            .collect();
-        late.sort_unstable();
-        for (_, block, slow) in late {
-            let idle = |(i, p): &(&PeerIndex, &Peer)| {
-                **i != slow && p.asked.is_empty() && p.room(now_us) && p.has.get(block)
-            };
-            let peer = self
-                .peers
-                .iter()
-                .filter(idle)
-                .min_by_key(|(i, p)| (p.traits.seed, !p.traits.near, **i));
-            if let Some((peer, _)) = peer {
-                let peer = *peer;
-                self.duplicates += 1;
-                return Some(Pick {
-                    peer,
-                    block,
-                    unless_sent: false,
-                });
-            }
-        }
-        None
-    }
-
     /// A block arrived from `peer`, in answer to a request.
     pub fn delivered(&mut self, peer: PeerIndex, block: u32, bytes: u64, now_us: u64) -> Delivery {
         self.answered(peer, block, Some(bytes), now_us);
@@ -658,67 +424,6 @@ impl Chooser {
         if !asked.canceled {
             self.release(peer, block);
         }
-    }
-
-    /// To be called a few times per second: finds peers that owe and do not deliver.
-    pub fn tick(&mut self, now_us: u64) -> Vec<Stall> {
-        let mut stalls = Vec::new();
-        let peers: Vec<PeerIndex> = self.peers.keys().copied().collect();
-        for peer in peers {
-            let p = &self.peers[&peer];
-            if let Some(since) = p.stalled_since_us {
-                if now_us >= since + STALL_DROP_US {
-                    stalls.push(Stall {
-                        peer,
-                        cancel: vec![],
-                        drop: true,
-                    });
-                }
-                continue;
-            }
-            let Some(oldest) = p.asked.values().map(|a| a.at_us).min() else {
-                continue;
-            };
-            let usual = p.pace.base_latency_us().map_or(0, |base| (base * 8.0) as u64);
-            let silent_us = now_us.saturating_sub(oldest.max(p.last_delivery_us));
-            if silent_us < STALL_US.max(usual) {
-                continue;
-            }
-            // Where nobody else has a block, waiting is all there is; where every request is canceled, it owes
-            // an answer all the same.
-            let standing = p.asked.iter().filter(|(_, a)| !a.canceled).map(|(b, _)| *b);
-            let standing: Vec<u32> = standing.collect();
-            let others_have = |b: &u32| self.have.get(*b) || self.holders[*b as usize].all > 1;
-            let cancel: Vec<u32> = standing.iter().copied().filter(others_have).collect();
-            if cancel.is_empty() && !standing.is_empty() {
-                // But not for ever: a connection that brings nothing keeps its part of the budget from others, and
-                // another one to the same peer may do better.
-                if silent_us >= SILENT_DROP_US.max(usual) {
-                    stalls.push(Stall {
-                        peer,
-                        cancel,
-                        drop: true,
-                    });
-                }
-                continue;
-            }
-            self.count(peer, false);
-            let p = self.peers.get_mut(&peer).expect("just seen");
-            p.stalled_since_us = Some(now_us);
-            p.pace.reset();
-            for block in &cancel {
-                p.asked.get_mut(block).expect("standing").canceled = true;
-            }
-            for block in &cancel {
-                self.release(peer, *block);
-            }
-            stalls.push(Stall {
-                peer,
-                cancel,
-                drop: false,
-            });
-        }
-        stalls
     }
 
     /// Duplicate requests so far.

@@ -1,6 +1,10 @@
-use super::*;
+use super::{
+    choice::{ENDGAME_AGE_US, ENDGAME_MIN, SHARE_US, STARVED_US},
+    stalls::{SILENT_DROP_US, STALL_DROP_US, STALL_US},
+    *,
+};
 use proptest::prelude::*;
-use std::collections::{BTreeSet, HashSet};
+use std::collections::{BTreeMap, BTreeSet, HashSet};
 
 const BS: u32 = 256 << 10;
 
