@@ -147,6 +147,12 @@ fn who_sends_wrong_bytes_is_left_after_one_block() {
     // What they got as first copies leaves the seed once more when they had their time to pass it on.
     let held_s = crate::swarm::sent::HOLD_MS as f64 / 1e3;
     assert!(r.makespan_s.unwrap() <= r.bound_s * 1.15 + held_s, "{r:?}");
+    // Long enough to be tried again after the first penalty: it gets one block again, and is left again.
+    let mut s = Scenario::uniform(8, 1024, BLOCK, LINK / 4.0);
+    s.nodes[5].corrupts = true;
+    let r = run(&s);
+    assert!(r.corrupt > r.corrupt_pairs, "{r:?}");
+    assert_eq!(r.corrupt, r.corrupt_connections, "{r:?}");
 }
 
 #[test]

@@ -3,11 +3,6 @@
 use super::{Batch, ConnId, DIGEST_BYTES, Event, HAVE_BYTES, NodeId, REQUEST_BYTES, World};
 use crate::swarm::{chooser::Decline, serve::BUSY_AFTER};
 
-fn cleared(mut blocks: Vec<u32>) -> Vec<u32> {
-    blocks.clear();
-    blocks
-}
-
 impl World<'_> {
     pub(super) fn request(&mut self, conn: ConnId, block: u32, unless_sent: bool) {
         let now_ms = self.now_ms();
@@ -119,13 +114,14 @@ impl World<'_> {
             c.last_ns = at;
             if left == 1 {
                 c.sending = None;
-                let unsaid = std::mem::take(&mut c.unsaid);
+                let mut unsaid = std::mem::take(&mut c.unsaid);
                 let server = &mut self.nodes[node as usize];
                 server.sent += 1;
                 server.log.sent(conn.into(), block, now_ns / 1_000_000);
                 if !unsaid.is_empty() {
                     self.say(at, &unsaid, &[conn]);
-                    self.conns[conn as usize].unsaid = cleared(unsaid);
+                    unsaid.clear();
+                    self.conns[conn as usize].unsaid = unsaid;
                 }
                 self.give_back(conn);
                 self.ask_slot(conn);
