@@ -434,6 +434,36 @@ fn endgame_asks_a_second_peer_for_late_blocks_only_and_rarely() {
 }
 
 #[test]
+fn what_takes_as_long_as_everything_does_is_not_late() {
+    const USUAL_US: u64 = 400_000;
+    let mut c = chooser(16);
+    for n in 0..4 {
+        add(&mut c, n, traits(n, false));
+        (0..16).for_each(|b| {
+            c.announce(n, b, 0);
+        });
+    }
+    // A narrow link that all share: whatever is asked for takes so long.
+    let mut now_us = 0;
+    let mut last = drain(&mut c, now_us);
+    while c.missing() > 2 {
+        now_us += USUAL_US;
+        let few = last.len().saturating_sub(2);
+        for p in last.drain(..few.max(1)) {
+            c.delivered(p.peer, p.block, BS.into(), now_us);
+            c.obtained(p.block);
+        }
+        last.extend(drain(&mut c, now_us));
+    }
+    assert_eq!(c.duplicates(), 0, "nothing was late");
+    let idle_at = now_us + 10 * USUAL_US;
+    assert!(
+        !drain(&mut c, idle_at).is_empty(),
+        "and what is late is asked of others"
+    );
+}
+
+#[test]
 fn a_new_peer_gets_one_block_to_prove_itself() {
     let mut c = chooser(20);
     c.add_peer(1, traits(1, false));

@@ -9,8 +9,10 @@ use mooncake_proto::mesh::GATEWAYS;
 pub(super) const SHARE_US: u64 = 100_000;
 /// How long a node does nearly nothing before it may ask a seed for second copies.
 pub(super) const STARVED_US: u64 = 250_000;
-/// How late a block must be, at least, before endgame asks a second peer.
+/// How long a block must have been asked for, at least, before endgame asks a second peer; and so many times what a
+/// request usually takes at this node's peers. Where many share a narrow link, a block takes as long as that.
 pub(super) const ENDGAME_AGE_US: u64 = 300_000;
+const ENDGAME_TIMES_USUAL: f64 = 3.0;
 /// Missing blocks at which endgame begins, at most.
 const ENDGAME_BLOCKS: u32 = 64;
 /// Duplicates that are allowed whatever the number of blocks.
@@ -198,18 +200,28 @@ impl Chooser {
         })
     }
 
+    /// From when on a block is late. By the median of the peers: one that is slow does not make lateness usual.
+    fn late_after_us(&self) -> u64 {
+        let peers = self.peers.values();
+        let mut usual: Vec<f64> = peers.filter_map(|p| p.pace.usual_latency_us()).collect();
+        usual.sort_by(f64::total_cmp);
+        let median = usual.get(usual.len() / 2).copied().unwrap_or(0.0);
+        ENDGAME_AGE_US.max((ENDGAME_TIMES_USUAL * median) as u64)
+    }
+
     /// Everything missing is asked for: ask a second, idle peer for what is late.
     fn endgame(&mut self, now_us: u64) -> Option<Pick> {
         let allowed = (self.have.len() / 100).max(ENDGAME_MIN);
         if self.missing() > ENDGAME_BLOCKS || self.duplicates >= allowed {
             return None;
         }
+        let late_after_us = self.late_after_us();
         let mut late: Vec<_> = self
             .asked
             .iter()
             .filter(|(_, at)| at.len() == 1)
             .filter_map(|(block, at)| Some((self.peers.get(&at[0])?.asked.get(block)?.at_us, *block, at[0])))
-            .filter(|(at_us, ..)| now_us >= at_us + ENDGAME_AGE_US)
+            .filter(|(at_us, ..)| now_us >= at_us + late_after_us)
             .collect();
         late.sort_unstable();
         for (_, block, slow) in late {

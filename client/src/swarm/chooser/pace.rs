@@ -13,6 +13,8 @@ const PROBE_US: u64 = 10_000_000;
 /// Blocks, and time, over which a rate is measured.
 const MEASURE_BLOCKS: f64 = 4.0;
 const MEASURE_US: u64 = 100_000;
+/// Weight of the newest in the usual latency.
+const SMOOTHING: f64 = 0.2;
 
 /// A request that was answered with a block.
 #[derive(Clone, Copy, Debug)]
@@ -37,6 +39,8 @@ pub(super) struct Pace {
     /// Shortest times from request to block, in this span and in the one before (see [`PROBE_US`]).
     min_latency_us: [f64; 2],
     span_from_us: u64,
+    /// Time from request to block, queues and all, smoothed; none came yet: 0.
+    usual_latency_us: f64,
     /// The window is at its least until a request that met no queue of our own is answered.
     probing: bool,
     measured_bytes: u64,
@@ -52,6 +56,7 @@ impl Pace {
             rate: 0.0,
             min_latency_us: [f64::INFINITY; 2],
             span_from_us: 0,
+            usual_latency_us: 0.0,
             probing: false,
             measured_bytes: 0,
             measured_from_us: 0,
@@ -67,6 +72,11 @@ impl Pace {
     pub(super) fn base_latency_us(&self) -> Option<f64> {
         let base = self.min_latency_us[0].min(self.min_latency_us[1]);
         base.is_finite().then_some(base)
+    }
+
+    /// Time from request to block as it usually is, with all that is before it in the queue, if any block came.
+    pub(super) fn usual_latency_us(&self) -> Option<f64> {
+        (self.usual_latency_us > 0.0).then_some(self.usual_latency_us)
     }
 
     /// Nothing is outstanding and something is asked for: what lies between is no measure of the path.
@@ -87,6 +97,10 @@ impl Pace {
     /// A block came.
     pub(super) fn answered(&mut self, answer: Answer, now_us: u64) {
         let latency = (now_us - answer.asked_at_us).max(1) as f64;
+        self.usual_latency_us = match self.usual_latency_us() {
+            Some(usual) => usual + SMOOTHING * (latency - usual),
+            None => latency,
+        };
         if now_us > self.span_from_us + PROBE_US {
             // What was measured long ago counts no more; and what is measured behind a queue of our own would let
             // the window, and with it the queue, grow for ever.
