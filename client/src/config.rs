@@ -106,6 +106,11 @@ pub struct Args {
     #[arg(long, value_name = "BYTES/S")]
     pub download_limit: Option<Limit>,
 
+    /// Model versions fetched at once, 1 to 10000, from other nodes and from sources; more wait for their turn, by the
+    /// priority and the age of their jobs. Without it as many as there are, but at most 8 from sources
+    #[arg(long, value_name = "N", value_parser = clap::value_parser!(u32).range(1..=i64::from(MOST_TRANSFERS)))]
+    pub max_transfers: Option<u32>,
+
     /// Staging that no job wants is removed this long after it was last written
     #[arg(long, value_name = "SECONDS", default_value_t = 86_400)]
     pub staging_expire_s: u64,
@@ -142,6 +147,9 @@ fn max_uploads(text: &str) -> Result<usize, String> {
         _ => Err(format!("give 1 to {MAX_UPLOADS}")),
     }
 }
+
+/// As many jobs as the masters keep that have not ended: beyond it the limit could never be reached.
+const MOST_TRANSFERS: u32 = 10_000;
 
 /// How log lines look.
 #[derive(Clone, Copy, Debug, PartialEq, Eq, clap::ValueEnum)]
@@ -181,6 +189,8 @@ pub struct Settings {
     pub upload_limit: Option<Limit>,
     /// From peers and sources.
     pub download_limit: Option<Limit>,
+    /// The masters order no more than so many at once.
+    pub max_transfers: Option<u32>,
     /// See [`crate::store::STAGING_MAX_AGE`].
     pub staging_expire: std::time::Duration,
 }
@@ -287,6 +297,7 @@ impl Args {
             max_uploads: self.max_uploads,
             upload_limit: self.upload_limit,
             download_limit: self.download_limit,
+            max_transfers: self.max_transfers,
             staging_expire: std::time::Duration::from_secs(self.staging_expire_s),
         })
     }
@@ -456,6 +467,10 @@ mod tests {
         ] {
             let error = read(args).unwrap().check().unwrap_err();
             assert!(error.contains(says), "{args:?}: {error}");
+        }
+        for wrong in ["0", "10001", "-1", "many"] {
+            let error = read(&["--max-transfers", wrong]).unwrap_err().to_string();
+            assert!(error.contains("--max-transfers"), "{error}");
         }
         assert!(read(&["--label", "norack"]).is_err());
         assert!(read(&["--log-format", "xml"]).is_err());

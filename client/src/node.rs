@@ -183,6 +183,7 @@ impl Node {
             data_address: advertise,
             transports: vec!["tcp".to_owned()],
             labels: settings.labels.into_iter().collect(),
+            max_transfers: settings.max_transfers.unwrap_or(0),
             version: env!("CARGO_PKG_VERSION").to_owned(),
             ..Default::default()
         };

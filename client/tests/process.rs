@@ -220,7 +220,13 @@ async fn help_teaches() {
         .unwrap();
     let text = String::from_utf8(output.stdout).unwrap();
     assert!(output.status.success());
-    for word in ["Examples:", "--allow-source", "--cluster-secret-file", "--config"] {
+    for word in [
+        "Examples:",
+        "--allow-source",
+        "--cluster-secret-file",
+        "--config",
+        "--max-transfers",
+    ] {
         assert!(text.contains(word), "{word} is missing in:\n{text}");
     }
 }

@@ -197,6 +197,9 @@ pub struct DistributeArgs {
     /// Attempts per node, 1 to 10
     #[arg(long, value_name = "N")]
     pub max_attempts: Option<u32>,
+    /// Who goes first where a node takes no more at once: -10 to 10, the higher the sooner; left out: 0
+    #[arg(long, value_name = "N", allow_negative_numbers = true)]
+    pub priority: Option<i64>,
     /// The job fails if it is not done by then, e.g. 2h
     #[arg(long, value_name = "DURATION", value_parser = parse_duration)]
     pub deadline: Option<Duration>,

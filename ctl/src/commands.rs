@@ -128,6 +128,7 @@ async fn distribute(api: &Api, args: &DistributeArgs, format: Format) -> Result<
         policy.max_attempts = args.max_attempts.or(policy.max_attempts);
         policy.deadline_s = args.deadline.map(|d| d.as_secs().max(1)).or(policy.deadline_s);
     }
+    request.priority = args.priority.or(request.priority);
     let created: Result<JobSnapshot, Failure> = api.post(&JOBS, Some(&request)).await;
     let job = created.map_err(|failure| match failure {
         Failure::Unreachable(why) => Failure::Unreachable(format!(

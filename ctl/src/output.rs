@@ -166,12 +166,15 @@ fn shown(text: Option<&str>) -> &str {
 
 /// `jobs list`.
 pub fn job_list(list: &JobList) -> String {
-    let mut t = table(&["JOB", "STATUS", "MODEL", "STAGED", "BYTES", "CREATED", "ERROR"]);
+    let mut t = table(&[
+        "JOB", "STATUS", "PRIORITY", "MODEL", "STAGED", "BYTES", "CREATED", "ERROR",
+    ]);
     for job in &list.jobs {
         let p = &job.progress;
         t.add_row(vec![
             Cell::new(&job.job_id),
             job_cell(job.status),
+            Cell::new(job.priority),
             Cell::new(&job.model_ref),
             Cell::new(format!("{}/{}", p.placements_staged, p.placements_total)),
             Cell::new(format!("{}%", percent(p.bytes_staged, p.bytes_total))),
@@ -205,6 +208,9 @@ pub fn job(job: &JobSnapshot) -> String {
     );
     for (status, at) in &job.transitions {
         text.push_str(&format!("        {at} {}\n", name(status)));
+    }
+    if job.priority != 0 {
+        text.push_str(&format!("priority {}\n", job.priority));
     }
     if let Some(error) = &job.last_error {
         text.push_str(&format!("error   {error}\n"));

@@ -165,15 +165,14 @@ impl Replay {
             self.stale_changes
                 .extend(judge_report(index, report, &before, state));
         }
-        match command {
-            Command::AuthoriseAcquire { model, .. } => {
-                self.overlapping_downloads.extend(overlap(index, model, state));
-            }
-            Command::CreateJob(create) if applied.reply == (Reply::Job { created: true }) => {
-                let made = state.job(&create.job).map_or(0, |j| j.created_ms());
-                self.created.push((made, create.job.0.clone(), index));
-            }
-            _ => {}
+        if let Command::AuthoriseAcquire { model, .. } = command {
+            self.overlapping_downloads.extend(overlap(index, model, state));
+        }
+        if let Some(create) = command.created()
+            && applied.reply == (Reply::Job { created: true })
+        {
+            let made = state.job(&create.job).map_or(0, |j| j.created_ms());
+            self.created.push((made, create.job.0.clone(), index));
         }
         for id in &applied.jobs {
             if let Some(snapshot) = state.job_snapshot(id, &()) {

@@ -691,6 +691,7 @@ async fn after_the_loss_of_a_quorum_one_master_goes_on_and_the_old_ones_command_
 #[tokio::test]
 async fn the_cluster_version_rises_when_all_support_it_and_keeps_old_programs_out() -> Result<()> {
     const NEW: &str = "examples/next_cluster_version";
+    const NOW: u32 = mooncake_state::SUPPORTED_CLUSTER_VERSION;
     let (old, new) = (binary_path(MASTER)?, binary_path(NEW)?);
     ensure!(
         new.exists(),
@@ -720,9 +721,17 @@ async fn the_cluster_version_rises_when_all_support_it_and_keeps_old_programs_ou
         Ok(asked.then_some(()))
     })
     .await?;
+    eventually("the version that all support", async || {
+        Ok((version(&cluster).await? == Some(NOW.into())).then_some(()))
+    })
+    .await?;
     // Several looks of its upkeep go by.
     tokio::time::sleep(Duration::from_secs(4)).await;
-    assert_eq!(version(&cluster).await?, Some(1), "one master does not support 2");
+    assert_eq!(
+        version(&cluster).await?,
+        Some(NOW.into()),
+        "one master does not support the next one"
+    );
 
     // The last one is upgraded.
     cluster.masters[2].terminate(PATIENCE).await?;
@@ -730,7 +739,7 @@ async fn the_cluster_version_rises_when_all_support_it_and_keeps_old_programs_ou
     cluster.masters[2].start()?;
     cluster.wait_ready().await?;
     eventually("the version rises", async || {
-        Ok((version(&cluster).await? == Some(2)).then_some(()))
+        Ok((version(&cluster).await? == Some((NOW + 1).into())).then_some(()))
     })
     .await?;
 
@@ -747,7 +756,7 @@ async fn the_cluster_version_rises_when_all_support_it_and_keeps_old_programs_ou
     );
     let log = cluster.masters[2].log();
     assert!(
-        log.contains("this cluster is at version 2") && !log.contains("panicked"),
+        log.contains(&format!("this cluster is at version {}", NOW + 1)) && !log.contains("panicked"),
         "{log}"
     );
     // Nor does a new, old program get in.

@@ -83,6 +83,7 @@ fn snapshot(id: &str, status: JobStatus, staged: u64, version: u64) -> JobSnapsh
         last_error: (status == JobStatus::Failed).then(|| "n1:25001 failed: disk full".into()),
         waiting_for: None,
         model_ref: model(),
+        priority: 0,
         seed_node_id: node("n1:25001"),
         target_nodes: vec![node("n1:25001")],
         progress: Progress {
@@ -116,6 +117,7 @@ fn node_view(id: &str, status: NodeStatus) -> NodeView {
         capacity_bytes: 1 << 40,
         free_bytes: 1 << 30,
         staged_models: 2,
+        max_transfers: None,
         since: "2026-01-01T00:00:00Z".into(),
     }
 }
@@ -560,6 +562,7 @@ async fn lists_go_through_all_pages() {
                 job_id: JobId(format!("j-{page}-{i}")),
                 status: JobStatus::Failed,
                 model_ref: model(),
+                priority: 3,
                 seed_node_id: node("n1:25001"),
                 progress: Progress::default(),
                 created_at: "2026-01-01T00:00:00Z".into(),
@@ -584,7 +587,7 @@ async fn lists_go_through_all_pages() {
     let table = stdout(&ctl(&[&fake.url], &args[..8]).await);
     assert!(table.starts_with("JOB "), "{table}");
     assert!(
-        table.contains("disk full") && table.contains("raise --limit"),
+        table.contains("disk full") && table.contains("raise --limit") && table.contains("PRIORITY"),
         "{table}"
     );
 }

@@ -27,7 +27,9 @@ use mooncake_proto::{
     manifest::{Examined, Fault, Faults, ValidJob, ValidateOptions, block_size_for, examine},
     text::cut,
 };
-use mooncake_state::{BlobRef, Command, CreateJob, Reply, State as Replicated, blob_parts};
+use mooncake_state::{
+    BlobRef, Command, CreateJob, PRIORITY_CLUSTER_VERSION, Reply, State as Replicated, blob_parts,
+};
 use std::{fmt::Write, sync::Arc};
 use tokio::sync::Semaphore;
 
@@ -437,12 +439,13 @@ impl Inline {
 
 fn command(ctx: &MasterContext, job: &JobId, parsed: &Parsed, inline: Inline) -> Command {
     let valid = &parsed.valid;
+    let (priority, ignored) = kept_priority(ctx.consensus.state().cluster_version(), valid.priority);
     let blob = |blob: &Blob| match inline.takes(blob) {
         true => BlobRef::Inline(blob.bytes.clone().into()),
         false => BlobRef::Stored(blob.digest),
     };
     let now_ms = ctx.now_ms();
-    Command::CreateJob(Box::new(CreateJob {
+    let create = Box::new(CreateJob {
         job: job.clone(),
         request_digest: parsed.request_digest,
         model: ModelRef::clone(&valid.manifest.model),
@@ -457,9 +460,31 @@ fn command(ctx: &MasterContext, job: &JobId, parsed: &Parsed, inline: Inline) ->
         deadline_ms: valid
             .deadline_s
             .map(|s| now_ms.saturating_add(s.saturating_mul(1000))),
-        warnings: valid.warnings.clone(),
+        warnings: valid.warnings.iter().cloned().chain(ignored).collect(),
         now_ms,
-    }))
+    });
+    match priority {
+        0 => Command::CreateJob(create),
+        priority => Command::CreateJobWithPriority { create, priority },
+    }
+}
+
+/// What the cluster can keep of a priority, and what the caller is told if that is not all. As long as a master runs a
+/// version that knows no priorities, none of them may be given a job that has one; a master of that version would say that
+/// it ignores the member.
+fn kept_priority(cluster_version: u32, priority: i8) -> (i8, Option<Warning>) {
+    if priority == 0 || cluster_version >= PRIORITY_CLUSTER_VERSION {
+        return (priority, None);
+    }
+    let warning = Warning {
+        code: "priority_ignored".into(),
+        pointer: Some("/priority".into()),
+        detail: format!(
+            "the cluster is at version {cluster_version}: jobs have priorities from version {PRIORITY_CLUSTER_VERSION} on, \
+             which it reaches by itself when every master runs a program that supports it"
+        ),
+    };
+    (0, Some(warning))
 }
 
 /// Puts what does not fit into the command; what the state has already is put only if `again`.
@@ -635,6 +660,19 @@ mod tests {
         };
         let codes: Vec<_> = refused.faults.into_vec().into_iter().map(|f| f.code).collect();
         assert_eq!(codes, ["path_escapes", "checksum_required"]);
+    }
+
+    #[test]
+    fn a_priority_waits_for_masters_that_know_it() {
+        for (version, given, kept, warns) in [
+            (1, 0, 0, false),
+            (1, 3, 0, true),
+            (2, 3, 3, false),
+            (3, -10, -10, false),
+        ] {
+            let (priority, warning) = kept_priority(version, given);
+            assert_eq!((priority, warning.is_some()), (kept, warns), "{version} {given}");
+        }
     }
 
     #[test]

@@ -13,6 +13,7 @@ mod nodes;
 mod observed;
 mod order;
 mod peers;
+mod places;
 mod standstill;
 mod tasks;
 
@@ -33,14 +34,14 @@ pub fn plan(state: &State, observed: &Observed, now_ms: u64) -> Vec<Intent> {
         now_ms,
         intents: Vec::new(),
         downloads: BTreeMap::new(),
+        places: BTreeMap::new(),
+        can_be_had: BTreeMap::new(),
     };
     plan.upkeep();
     plan.judge_nodes();
     plan.compare_holdings();
     plan.judge_standstill();
-    for model in plan.oldest_first() {
-        plan.authorise(model);
-    }
+    plan.authorise();
     plan.order();
     plan.stop_unwanted();
     plan.intents
@@ -54,25 +55,15 @@ struct Plan<'a> {
     intents: Vec<Intent>,
     /// Downloads per node, with those that this plan proposes, as far as somebody asked.
     downloads: BTreeMap<&'a NodeId, usize>,
+    /// Of nodes with a limit, as far as somebody asked.
+    places: BTreeMap<&'a NodeId, places::Places>,
+    /// See [`Plan::can_be_had`], as far as somebody asked.
+    can_be_had: BTreeMap<&'a ModelRef, bool>,
 }
 
 impl<'a> Plan<'a> {
     fn propose(&mut self, command: Command) {
         self.intents.push(Intent::Propose(command));
-    }
-
-    /// What live jobs want, by the age of the oldest of these: who waits longest is served first where there is not
-    /// room for all.
-    fn oldest_first(&self) -> Vec<&'a ModelRef> {
-        let since = |model| {
-            self.state
-                .live_jobs_of(model)
-                .map(|(_, job)| job.created_ms())
-                .min()
-        };
-        let mut models: Vec<_> = self.state.wanted_models().map(|m| (since(m), m)).collect();
-        models.sort_unstable();
-        models.into_iter().map(|(_, model)| model).collect()
     }
 
     /// Deadlines and retention.

@@ -13,7 +13,10 @@ use mooncake_proto::{
     manifest::Seal,
 };
 use mooncake_state::{Fence, TaskKind};
-use std::collections::{BTreeMap, BTreeSet};
+use std::{
+    collections::{BTreeMap, BTreeSet},
+    num::NonZeroU32,
+};
 
 /// See the module.
 #[derive(Clone, Debug)]
@@ -62,6 +65,8 @@ pub struct Session {
     pub inventory_complete: bool,
     /// The last measurement of its disk.
     pub space: Option<Space>,
+    /// Model versions that it wants to fetch at once at most; none: it did not say.
+    pub max_transfers: Option<NonZeroU32>,
     /// What it holds. What is absent is not in the map.
     pub holdings: BTreeMap<ModelRef, Held>,
     /// What it said in this session that it does not hold (any more).
@@ -159,6 +164,7 @@ impl Observed {
             opened_ms: now_ms,
             inventory_complete: false,
             space: None,
+            max_transfers: None,
             holdings: BTreeMap::new(),
             absent: BTreeSet::new(),
             reported: BTreeSet::new(),

@@ -109,7 +109,8 @@ impl Standstill {
 impl Plan<'_> {
     /// An attempt that stands still although its node is connected (its peers cannot be reached, its source gives
     /// nothing, its disk hangs) has failed: so that its attempts run out, with a reason, instead of never ending.
-    /// A copy has nothing to go on with while the download stands still, so it is only judged once that is sealed.
+    /// A copy has nothing to go on with while the download stands still, or waits for its turn, so it is only judged while
+    /// some node holds what is sealed.
     /// Who has every byte has still to publish, and its disk may hang in that too.
     pub(super) fn judge_standstill(&mut self) {
         let limit_ms = self.observed.config.no_progress_ms;
@@ -131,11 +132,14 @@ impl Plan<'_> {
                 let Some(placement) = running else { continue };
                 // From when it was told of the seal: its clock begins again with that.
                 let told = sent.seal.is_some() && sent.seal == artifact.seal;
-                let judged = placement.kind == TaskKind::Acquire || (told && artifact.acquiring.is_none());
                 let over = sent
                     .standstill
                     .is_over(limit_ms, self.observed.leader_since_ms, self.now_ms);
-                if !judged || !over {
+                let judged = || match placement.kind {
+                    TaskKind::Acquire => true,
+                    TaskKind::Replicate => told && self.has_holder(model, artifact),
+                };
+                if !over || !judged() {
                     continue;
                 }
                 let held = session.holdings.get(model).map_or(0, |h| h.verified_bytes);

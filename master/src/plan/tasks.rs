@@ -15,32 +15,89 @@ use mooncake_state::{
     Artifact, Command, Fence, Job, MAX_AUTHORISE_NODES, Placement, ReplicateTo, TaskKind,
     rules::download_payload,
 };
-use std::collections::BTreeSet;
+use std::{
+    cmp::Reverse,
+    collections::{BTreeMap, BTreeSet},
+};
+
+/// The place in the line of what wants to begin: the higher priority first, then the older job.
+type Rank = (Reverse<i8>, u64);
+
+fn rank(job: &Job) -> Rank {
+    (Reverse(job.priority), job.created_ms())
+}
+
+/// What wants to begin: a model, or the copy of one on one node. In the order of their turns, a model before its copies.
+type Line<'a> = BTreeSet<(Rank, &'a ModelRef, Option<&'a NodeId>)>;
+
+/// The copies of one model that begin now.
+struct Copies {
+    first_attempt: u64,
+    nodes: Vec<ReplicateTo>,
+}
 
 impl<'a> Plan<'a> {
-    /// The download of an artifact that nobody holds, and with it the copies: receivers pull from the first block.
-    pub(super) fn authorise(&mut self, model: &'a ModelRef) {
-        let Some(artifact) = self.state.artifact(model) else {
-            return;
-        };
-        let mut attempt = artifact.attempts + 1;
-        let held = self.state.is_available(artifact) || self.is_held_by_someone(model, artifact);
-        let mut acquirer = artifact.acquiring.as_ref();
-        if !held && acquirer.is_none() {
-            if artifact.seal.is_some() && self.may_turn_up() {
-                return;
-            }
-            let Some((id, job)) = self.next_seed(model, artifact) else {
-                return;
-            };
-            let Some(command) = self.acquire(model, artifact, attempt, id, job) else {
-                return;
-            };
-            self.propose(command);
-            acquirer = Some(&job.seed);
-            attempt += 1;
+    /// Downloads and copies, in one line where there is not room for all. What runs goes on, whoever waits.
+    pub(super) fn authorise(&mut self) {
+        let mut copies: BTreeMap<&'a ModelRef, Copies> = BTreeMap::new();
+        let mut line: Line<'a> = BTreeSet::new();
+        for model in self.state.wanted_models() {
+            let first = self.state.live_jobs_of(model).map(|(_, job)| rank(job)).min();
+            line.extend(first.map(|rank| (rank, model, None)));
         }
-        self.replicate(model, artifact, attempt, acquirer);
+        while let Some((_, model, node)) = line.pop_first() {
+            let Some(artifact) = self.state.artifact(model) else {
+                continue;
+            };
+            match node {
+                None => {
+                    let Some((first_attempt, acquirer)) = self.download(model, artifact) else {
+                        continue;
+                    };
+                    let nodes = Vec::new();
+                    copies.insert(model, Copies { first_attempt, nodes });
+                    // None of them comes before its model in the line: a job that wants one wants the model.
+                    let wanted = self.wanted_copies(model, artifact, acquirer);
+                    line.extend(wanted.map(|(node, rank)| (rank, model, Some(node))));
+                }
+                Some(node) => {
+                    let to = self.copy(model, artifact, node);
+                    if let Some(copies) = copies.get_mut(model) {
+                        copies.nodes.extend(to);
+                    }
+                }
+            }
+        }
+        for (model, copies) in copies {
+            self.replicate(model, copies);
+        }
+    }
+
+    /// The download of an artifact that nobody holds, and with it the copies: receivers pull from the first block. Gives
+    /// the attempt that comes next and where the download runs; `None`: there is nothing to copy yet.
+    fn download(&mut self, model: &'a ModelRef, artifact: &'a Artifact) -> Option<(u64, Option<&'a NodeId>)> {
+        let attempt = artifact.attempts + 1;
+        let acquirer = artifact.acquiring.as_ref();
+        if acquirer.is_some() || self.has_holder(model, artifact) {
+            return Some((attempt, acquirer));
+        }
+        if artifact.seal.is_some() && self.may_turn_up() {
+            return None;
+        }
+        let room = self.set_in_motion(model, artifact);
+        let (id, job) = self.next_seed(model, artifact)?;
+        self.take_for_download(model, &job.seed);
+        if !room {
+            return None;
+        }
+        let command = self.acquire(model, artifact, attempt, id, job)?;
+        self.propose(command);
+        Some((attempt + 1, Some(&job.seed)))
+    }
+
+    /// Some live node has every byte of what is sealed.
+    pub(super) fn has_holder(&self, model: &ModelRef, artifact: &Artifact) -> bool {
+        self.state.is_available(artifact) || self.is_held_by_someone(model, artifact)
     }
 
     /// A node says that it holds all of what is sealed although the state does not know it.
@@ -73,7 +130,8 @@ impl<'a> Plan<'a> {
             })
     }
 
-    /// The oldest job whose seed can acquire, now or when one of its downloads has ended. If that seed is between two attempts, it is waited for.
+    /// The first job in the line whose seed can acquire, now or when what keeps it busy has ended. If that seed is between
+    /// two attempts, it is waited for.
     fn next_seed(&mut self, model: &ModelRef, artifact: &Artifact) -> Option<(&'a JobId, &'a Job)> {
         let candidates = self.state.live_jobs_of(model).filter(|(_, job)| {
             let open = job
@@ -82,10 +140,10 @@ impl<'a> Plan<'a> {
             (open || job.seeded) && self.ready(&job.seed).is_some()
         });
         let candidates: Vec<_> = candidates.collect();
-        let roomy = candidates
-            .into_iter()
-            .filter(|(_, job)| *self.downloads_on(&job.seed) < MAX_ACQUISITIONS);
-        let (id, job) = roomy.min_by_key(|(id, job)| (job.created_ms(), *id))?;
+        let roomy = candidates.into_iter().filter(|(_, job)| {
+            *self.downloads_on(&job.seed) < MAX_ACQUISITIONS && self.has_place_for_download(model, &job.seed)
+        });
+        let (id, job) = roomy.min_by_key(|(id, job)| (rank(job), *id))?;
         let waits = artifact
             .placements
             .get(&job.seed)
@@ -125,49 +183,64 @@ impl<'a> Plan<'a> {
         })
     }
 
-    fn replicate(
-        &mut self,
+    /// Where live jobs want a copy that could begin now.
+    fn wanted_copies(
+        &self,
         model: &ModelRef,
-        artifact: &Artifact,
-        mut attempt: u64,
+        artifact: &'a Artifact,
         acquirer: Option<&NodeId>,
-    ) {
-        let mut wanted: BTreeSet<&NodeId> = BTreeSet::new();
+    ) -> impl Iterator<Item = (&'a NodeId, Rank)> {
+        let mut wanted: BTreeMap<&'a NodeId, Rank> = BTreeMap::new();
         for (_, job) in self.state.live_jobs_of(model) {
-            wanted.extend(
-                job.targets
-                    .iter()
-                    .zip(&job.views)
-                    .filter(|(_, v)| !v.is_finished())
-                    .map(|(n, _)| n),
-            );
+            let rank = rank(job);
+            for (node, view) in job.targets.iter().zip(&job.views) {
+                if !view.is_finished() {
+                    let first = wanted.entry(node).or_insert(rank);
+                    *first = rank.min(*first);
+                }
+            }
         }
-        let mut nodes = Vec::new();
-        for id in wanted {
-            let idle = artifact.placements.get(id).is_none_or(|p| {
+        wanted.retain(|id, _| {
+            let idle = artifact.placements.get(*id).is_none_or(|p| {
                 !matches!(p.state, PlacementState::Acquiring | PlacementState::Staged)
                     && p.not_before_ms <= self.now_ms
             });
-            let Some((node, session)) = self.ready(id).filter(|_| idle && acquirer != Some(id)) else {
-                continue;
+            let Some((_, session)) = self.ready(id).filter(|_| idle && acquirer != Some(*id)) else {
+                return false;
             };
-            let staged = session
+            // What is staged `compare_holdings` reports: there is nothing to copy.
+            session
                 .holdings
                 .get(model)
-                .is_some_and(|h| h.state == HeldState::Staged && holds_sealed(artifact, h));
-            if staged {
-                continue; // `compare_holdings` reports it: there is nothing to copy.
-            }
-            let Some(reserve_bytes) = self.reserve(model, artifact, id, session) else {
-                continue;
-            };
-            nodes.push(ReplicateTo {
-                node: id.clone(),
-                incarnation: node.incarnation,
-                reserve_bytes,
-            });
+                .is_none_or(|h| h.state != HeldState::Staged || !holds_sealed(artifact, h))
+        });
+        wanted.into_iter()
+    }
+
+    /// One copy's turn has come.
+    fn copy(&mut self, model: &ModelRef, artifact: &Artifact, id: &'a NodeId) -> Option<ReplicateTo> {
+        let (node, session) = self.ready(id)?;
+        let all_there = session
+            .holdings
+            .get(model)
+            .is_some_and(|h| holds_sealed(artifact, h));
+        if !all_there && !self.take_for_copy(model, id) {
+            return None;
         }
-        for nodes in nodes.chunks(MAX_AUTHORISE_NODES) {
+        let reserve_bytes = self.reserve(model, artifact, id, session)?;
+        Some(ReplicateTo {
+            node: id.clone(),
+            incarnation: node.incarnation,
+            reserve_bytes,
+        })
+    }
+
+    fn replicate(&mut self, model: &ModelRef, copies: Copies) {
+        let Some(artifact) = self.state.artifact(model) else {
+            return;
+        };
+        let mut attempt = copies.first_attempt;
+        for nodes in copies.nodes.chunks(MAX_AUTHORISE_NODES) {
             self.propose(Command::AuthoriseReplicate {
                 model: model.clone(),
                 generation: artifact.generation,

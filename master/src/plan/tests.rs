@@ -13,6 +13,8 @@ use mooncake_state::{
 };
 use std::collections::BTreeMap;
 
+mod places;
+
 const MIB: u64 = 1 << 20;
 const BLOCK: u32 = 256 << 10;
 
@@ -73,6 +75,10 @@ struct Fake {
     paused: bool,
     downloads: u32,
     orders: Vec<&'static str>,
+    /// The models that it was told to begin with, in order.
+    began: Vec<ModelRef>,
+    /// As it registers.
+    max_transfers: Option<std::num::NonZeroU32>,
 }
 
 struct Sim {
@@ -142,6 +148,7 @@ impl Sim {
             session.hold(model.clone(), Some(held.clone()));
         }
         session.inventory_complete = true;
+        session.max_transfers = self.fakes[&id].max_transfers;
     }
 
     /// The process dies: tasks are gone, the disk stays.
@@ -163,8 +170,8 @@ impl Sim {
         self.observed = Observed::new(self.now, self.observed.config);
     }
 
-    fn create(&mut self, job: usize, m: usize, seed: usize, targets: &[usize]) {
-        let create = CreateJob {
+    fn create_command(&self, job: usize, m: usize, seed: usize, targets: &[usize]) -> CreateJob {
+        CreateJob {
             job: JobId(format!("job-{job}")),
             request_digest: Digest::sha256(&[job as u8]),
             model: model(m),
@@ -179,7 +186,11 @@ impl Sim {
             deadline_ms: None,
             warnings: vec![],
             now_ms: self.now,
-        };
+        }
+    }
+
+    fn create(&mut self, job: usize, m: usize, seed: usize, targets: &[usize]) {
+        let create = self.create_command(job, m, seed, targets);
         assert_eq!(
             self.apply(Command::CreateJob(Box::new(create))),
             Reply::Job { created: true }
@@ -260,6 +271,7 @@ impl Sim {
         match &order.body {
             OrderBody::Acquire(payload) => {
                 fake.orders.push("acquire");
+                fake.began.push(order.model.clone());
                 let running = fake
                     .tasks
                     .insert(order.model.clone(), (order.fence, TaskKind::Acquire));
@@ -275,6 +287,7 @@ impl Sim {
                 ..
             } => {
                 fake.orders.push("replicate");
+                fake.began.push(order.model.clone());
                 fake.tasks
                     .insert(order.model.clone(), (order.fence, TaskKind::Replicate));
                 fake.peers.insert(

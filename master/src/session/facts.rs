@@ -12,9 +12,10 @@ use mooncake_proto::{
     ids::{ModelRef, NodeId},
     pb::session as pb,
 };
-use mooncake_state::{Command, Failure, Fence, Live, LiveProgress, ReportId, State};
+use mooncake_state::{Command, Failure, Fence, Live, LiveProgress, ReportId, State, Transfers};
 use std::{
     collections::{BTreeMap, BTreeSet, VecDeque},
+    num::NonZeroU32,
     time::{Duration, Instant},
 };
 use tokio::sync::mpsc;
@@ -205,6 +206,13 @@ impl Facts {
         self.left.remove(node);
         self.observed.open(node.clone(), incarnation, now_ms).space = Some(space);
         true
+    }
+
+    /// The node wants to fetch only so many model versions at once; none: as many as there are.
+    pub(super) fn limit_transfers(&mut self, node: &NodeId, most: Option<NonZeroU32>) {
+        if let Some(session) = self.observed.sessions.get_mut(node) {
+            session.max_transfers = most;
+        }
     }
 
     /// The stream ended.
@@ -504,6 +512,10 @@ impl Live for Facts {
 
     fn free_bytes(&self, node: &NodeId) -> Option<u64> {
         Some(self.observed.sessions.get(node)?.space?.free_bytes)
+    }
+
+    fn transfers(&self, state: &State, node: &NodeId) -> Option<Transfers> {
+        self.observed.transfers(state, node)
     }
 }
 

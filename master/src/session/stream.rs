@@ -25,6 +25,7 @@ use mooncake_state::{Command, Fence, NodeAbout, Reply};
 use std::{
     collections::HashSet,
     io,
+    num::NonZeroU32,
     pin::Pin,
     sync::Arc,
     time::{Duration, Instant},
@@ -287,6 +288,7 @@ impl Opening {
         if !facts.open(node, number, incarnation, space, self.ctx.now_ms()) {
             return Err(NoSession::Redirect);
         }
+        facts.limit_transfers(node, NonZeroU32::new(register.max_transfers));
         let heard = (Instant::now(), self.ctx.now_ms());
         let named = facts.holdings(node, number, register.holdings.clone(), false, heard);
         if let Err(Violation(why)) = named {

@@ -20,6 +20,8 @@ use serde::{Deserialize, Serialize};
 
 /// Version byte of [`Command::encode`]. Frozen: it is in the Raft log.
 pub const COMMAND_VERSION: u8 = 1;
+/// The cluster version from which on jobs have priorities, in commands and in snapshots.
+pub const PRIORITY_CLUSTER_VERSION: u32 = 2;
 /// Room for the other fields of a command beside a blob's bytes.
 pub const MAX_BLOB_PART_BYTES: usize = MAX_COMMAND_BYTES - 4096;
 /// Most nodes in one [`Command::AuthoriseReplicate`]: with ids of full length still half a command.
@@ -148,6 +150,12 @@ pub enum Command {
     SetClusterVersion { version: u32, now_ms: u64 },
     /// #17: Retention.
     SetLimits { limits: Limits, now_ms: u64 },
+    /// #18, since cluster version 2: a job whose priority is not 0.
+    CreateJobWithPriority {
+        create: Box<CreateJob>,
+        /// The higher, the sooner; see [`crate::Job::priority`].
+        priority: i8,
+    },
 }
 
 /// [`Command::CreateJob`].
@@ -232,6 +240,14 @@ pub enum CommandError {
 }
 
 impl Command {
+    /// The job that it creates.
+    pub fn created(&self) -> Option<&CreateJob> {
+        match self {
+            Self::CreateJob(create) | Self::CreateJobWithPriority { create, .. } => Some(create),
+            _ => None,
+        }
+    }
+
     /// The bytes of the log entry.
     pub fn encode(&self) -> Result<Vec<u8>, CommandError> {
         let bytes = codec::encode(COMMAND_VERSION, self);
@@ -268,13 +284,14 @@ impl Command {
             | Self::RaiseRecoveryEpoch { .. }
             | Self::SetClusterVersion { .. }
             | Self::SetLimits { .. } => 1,
+            Self::CreateJobWithPriority { .. } => PRIORITY_CLUSTER_VERSION,
         }
     }
 
     /// The proposer's clock.
     pub const fn now_ms(&self) -> u64 {
         match self {
-            Self::CreateJob(create) => create.now_ms,
+            Self::CreateJob(create) | Self::CreateJobWithPriority { create, .. } => create.now_ms,
             Self::RegisterNode { now_ms, .. }
             | Self::SetNodeStatus { now_ms, .. }
             | Self::SetNodeFree { now_ms, .. }
@@ -316,6 +333,7 @@ impl Command {
             Self::RaiseRecoveryEpoch { .. } => "raise_recovery_epoch",
             Self::SetClusterVersion { .. } => "set_cluster_version",
             Self::SetLimits { .. } => "set_limits",
+            Self::CreateJobWithPriority { .. } => "create_job_with_priority",
         }
     }
 }

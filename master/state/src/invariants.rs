@@ -2,13 +2,14 @@
 //! state and [`check_command`] (or [`check_step`]) on a state and its successor.
 
 use crate::{
-    command::{Command, Reply},
+    command::{Command, PRIORITY_CLUSTER_VERSION, Reply},
     state::{Index, State},
     types::{BlobContent, Job, TaskKind},
 };
 use mooncake_proto::{
     api::{JobStatus, PlacementState},
     digest::Digest,
+    manifest::PRIORITY_RANGE,
 };
 
 /// A broken invariant: which, and where.
@@ -31,6 +32,7 @@ pub fn check(state: &State) -> Check {
     tasks_are_wanted(state)?;
     attempts_are_distinct(state)?;
     incarnations_match(state)?;
+    priorities_can_be_kept(state)?;
     blobs_are_right(state)
 }
 
@@ -266,6 +268,17 @@ pub fn incarnations_match(state: &State) -> Check {
     Ok(())
 }
 
+/// What a snapshot of this cluster version cannot hold would be lost on who installs it.
+pub fn priorities_can_be_kept(state: &State) -> Check {
+    let can = state.cluster_version() >= PRIORITY_CLUSTER_VERSION;
+    for (id, job) in state.jobs().filter(|(_, job)| job.priority != 0) {
+        ensure(can && PRIORITY_RANGE.contains(&job.priority), || {
+            format!("job {id} has the priority {}", job.priority)
+        })?;
+    }
+    Ok(())
+}
+
 /// Nodes check what they are sent by its digest: a wrong blob would fail every job that uses it.
 pub fn blobs_are_right(state: &State) -> Check {
     for (digest, blob) in &state.data.blobs {
@@ -315,9 +328,11 @@ pub fn terminal_jobs_absorb(before: &State, after: &State) -> Check {
 pub fn views_only_advance(before: &State, after: &State) -> Check {
     for (id, old) in before.jobs() {
         let Some(new) = after.job(id) else { continue };
-        ensure(old.status <= new.status && old.version <= new.version, || {
-            format!("job {id}: {old:?} → {new:?}")
-        })?;
+        let same = (old.request_digest, old.priority) == (new.request_digest, new.priority);
+        ensure(
+            same && old.status <= new.status && old.version <= new.version,
+            || format!("job {id}: {old:?} → {new:?}"),
+        )?;
         for (a, b) in old.views.iter().zip(&new.views) {
             let advances = if a.is_finished() {
                 a == b

@@ -32,9 +32,9 @@ pub mod views;
 
 pub use bytes::Bytes;
 pub use command::*;
-pub use state::{SNAPSHOT_VERSION, SUPPORTED_CLUSTER_VERSION, State};
+pub use state::{SNAPSHOT_VERSION_1, SNAPSHOT_VERSION_2, SUPPORTED_CLUSTER_VERSION, State};
 pub use types::*;
-pub use views::{Live, LiveProgress};
+pub use views::{Live, LiveProgress, Transfers};
 
 #[cfg(test)]
 mod tests;

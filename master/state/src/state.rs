@@ -1,6 +1,6 @@
 //! The state, its derived indexes, its encoding.
 
-use crate::{bytes::Shared, types::*};
+use crate::{PRIORITY_CLUSTER_VERSION, bytes::Shared, types::*};
 use mooncake_proto::{
     api::{JobStatus, NodeStatus, PlacementState},
     codec::{self, CodecError},
@@ -11,10 +11,12 @@ use mooncake_proto::{
 use serde::{Deserialize, Serialize};
 use std::collections::{BTreeMap, BTreeSet};
 
-/// Version byte of [`State::encode_snapshot`]. Frozen: it is on the masters' disks.
-pub const SNAPSHOT_VERSION: u8 = 1;
+/// Version byte of [`State::encode_snapshot`] below [`PRIORITY_CLUSTER_VERSION`]. Frozen: it is on the masters' disks.
+pub const SNAPSHOT_VERSION_1: u8 = 1;
+/// From then on: as version 1, and then the priorities that are not 0, by job. Frozen like it.
+pub const SNAPSHOT_VERSION_2: u8 = 2;
 /// The newest cluster version that this build can run under.
-pub const SUPPORTED_CLUSTER_VERSION: u32 = 1;
+pub const SUPPORTED_CLUSTER_VERSION: u32 = PRIORITY_CLUSTER_VERSION;
 
 /// The replicated state. Cloning it is cheap in blobs (shared) and linear in the rest.
 #[derive(Clone, Debug)]
@@ -195,15 +197,35 @@ impl State {
         }
     }
 
-    /// The canonical encoding: two states are equal if and only if these bytes are.
+    /// The canonical encoding: two states are equal if and only if these bytes are. Until every master can read the
+    /// second version (which the cluster version says) it is the first, byte by byte: masters of before install it, and
+    /// compare its digest.
     pub fn encode_snapshot(&self) -> Vec<u8> {
-        codec::encode(SNAPSHOT_VERSION, &self.data)
+        if self.data.cluster_version < PRIORITY_CLUSTER_VERSION {
+            return codec::encode(SNAPSHOT_VERSION_1, &self.data);
+        }
+        let priorities: BTreeMap<&JobId, i8> = self
+            .jobs()
+            .filter(|(_, job)| job.priority != 0)
+            .map(|(id, job)| (id, job.priority))
+            .collect();
+        codec::encode(SNAPSHOT_VERSION_2, &(&self.data, priorities))
     }
 
     /// Reads [`State::encode_snapshot`]'s bytes. The caller has checked their integrity (snapshot files carry a
     /// SHA-256); this checks the version and the form.
     pub fn decode_snapshot(bytes: &[u8]) -> Result<Self, CodecError> {
-        Ok(Self::of(codec::decode(SNAPSHOT_VERSION, bytes)?))
+        if bytes.first() == Some(&SNAPSHOT_VERSION_1) {
+            return Ok(Self::of(codec::decode(SNAPSHOT_VERSION_1, bytes)?));
+        }
+        let (mut data, priorities): (Data, BTreeMap<JobId, i8>) = codec::decode(SNAPSHOT_VERSION_2, bytes)?;
+        for (id, priority) in priorities {
+            let job = data.jobs.get_mut(&id);
+            let job = job
+                .ok_or_else(|| CodecError::Damaged(format!("a priority of job {id}, which is not there")))?;
+            job.make_mut().priority = priority;
+        }
+        Ok(Self::of(data))
     }
 
     /// SHA-256 of the canonical encoding. Linear in the state: for status pages and tests, not for every command.
@@ -367,11 +389,33 @@ impl State {
         match placement.kind {
             TaskKind::Acquire if placement.whole => true,
             TaskKind::Acquire => self.index.live_by_model.contains_key(model),
-            TaskKind::Replicate => self.live_jobs_of(model).any(|(_, job)| {
-                job.position(node)
-                    .is_some_and(|at| !job.views[at].is_finished() && (job.is_requested(at) || !job.seeded))
-            }),
+            TaskKind::Replicate => self.is_waited_for(model, node),
         }
+    }
+
+    /// Whether a live job waits for the model to be on the node.
+    fn is_waited_for(&self, model: &ModelRef, node: &NodeId) -> bool {
+        self.live_jobs_of(model).any(|(_, job)| {
+            job.position(node)
+                .is_some_and(|at| !job.views[at].is_finished() && (job.is_requested(at) || !job.seeded))
+        })
+    }
+
+    /// Whether the node is about to fetch bytes of the model: an attempt runs there, or the next one comes after a pause.
+    /// A node that holds every byte and has only to publish fetches nothing.
+    pub fn is_under_way(&self, model: &ModelRef, node: &NodeId) -> bool {
+        let Some(placement) = self.artifact(model).and_then(|a| a.placements.get(node)) else {
+            return false;
+        };
+        let same = self
+            .node(node)
+            .is_some_and(|n| n.incarnation == placement.incarnation);
+        let runs = match placement.state {
+            PlacementState::Acquiring => true,
+            PlacementState::Planned => placement.failures > 0 && self.is_waited_for(model, node),
+            PlacementState::Staged | PlacementState::Failed => false,
+        };
+        same && !placement.whole && runs
     }
 
     /// Whether a live job would notice if this node went down now: something runs there or waits to, or it holds

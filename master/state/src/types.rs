@@ -204,6 +204,10 @@ pub struct Job {
     pub views: Vec<View>,
     /// The log index of the last change that a caller can see.
     pub version: u64,
+    /// Where not all can be served at once, jobs of a higher one go first; 0 unless the caller gave another. Not among the
+    /// encoded fields, which are those of snapshots of version 1: see [`crate::State::encode_snapshot`].
+    #[serde(skip)]
+    pub priority: i8,
 }
 
 /// One placement as one job sees it. Frozen once `finished_ms` is set or the job is terminal.

@@ -19,9 +19,29 @@ pub trait Live {
     fn free_bytes(&self, _node: &NodeId) -> Option<u64> {
         None
     }
+    /// How many model versions the node fetches, if it is known to have a limit.
+    fn transfers(&self, _state: &State, _node: &NodeId) -> Option<Transfers> {
+        None
+    }
 }
 
 impl Live for () {}
+
+/// What a node fetches at once.
+#[derive(Clone, Copy, Debug, PartialEq, Eq)]
+pub struct Transfers {
+    /// Model versions that it fetches now.
+    pub running: usize,
+    /// Most that it wants to.
+    pub most: usize,
+}
+
+impl Transfers {
+    /// Whether one more has to wait.
+    pub fn is_full(&self) -> bool {
+        self.running >= self.most
+    }
+}
 
 /// One placement's live progress.
 #[derive(Clone, Copy, Debug, Default, PartialEq, Eq)]
@@ -51,8 +71,9 @@ impl State {
             progress: progress(job, live),
             placements,
             last_error: job.last_error.clone(),
-            waiting_for: self.waits_for(job),
+            waiting_for: self.waits_for(job, live),
             model_ref: job.model.clone(),
+            priority: job.priority,
             seed_node_id: job.seed.clone(),
             target_nodes: job.targets.clone(),
             transitions: job.transitions.iter().map(|(s, at)| (*s, rfc3339(*at))).collect(),
@@ -66,20 +87,36 @@ impl State {
         })
     }
 
-    /// A seed takes a number of downloads at once, whatever becomes of their jobs.
-    fn waits_for(&self, job: &Job) -> Option<String> {
+    /// A node takes a number of downloads at once, and of transfers if it says so, whatever becomes of their jobs.
+    fn waits_for(&self, job: &Job, live: &dyn Live) -> Option<String> {
         let artifact = self.artifact(&job.model).filter(|_| job.is_live())?;
-        if artifact.acquiring.is_some() || self.is_available(artifact) {
-            return None;
+        if artifact.acquiring.is_none() && !self.is_available(artifact) {
+            let running = self.downloads_on(&job.seed);
+            if running >= MAX_ACQUISITIONS {
+                return Some(format!(
+                    "node {} works at {running} downloads, as many as a node does at once: this one begins when one of \
+                     them ends",
+                    job.seed
+                ));
+            }
+            return self.waits_for_place(job, &job.seed, "the download", live);
         }
-        let running = self.downloads_on(&job.seed);
-        (running >= MAX_ACQUISITIONS).then(|| {
-            format!(
-                "node {} works at {running} downloads, as many as a node does at once: this one begins when one of them \
-                 ends",
-                job.seed
-            )
-        })
+        let views = job.targets.iter().zip(&job.views);
+        let mut begun_nowhere = views.filter(|(_, view)| view.state == PlacementState::Planned);
+        begun_nowhere.find_map(|(node, _)| self.waits_for_place(job, node, "the copy", live))
+    }
+
+    fn waits_for_place(&self, job: &Job, node: &NodeId, what: &str, live: &dyn Live) -> Option<String> {
+        // Who has a place between two attempts waits for no other.
+        let full = live
+            .transfers(self, node)
+            .filter(|t| t.is_full() && !self.is_under_way(&job.model, node))?;
+        let Transfers { running, most } = full;
+        Some(format!(
+            "node {node} fetches {running} model version{} (its --max-transfers is {most}): {what} there begins when there is \
+             a place, jobs of a higher priority first, then older ones",
+            if running == 1 { "" } else { "s" }
+        ))
     }
 
     /// One line of a job list.
@@ -89,6 +126,7 @@ impl State {
             job_id: id.clone(),
             status: job.status,
             model_ref: job.model.clone(),
+            priority: job.priority,
             seed_node_id: job.seed.clone(),
             progress: progress(job, live),
             created_at: rfc3339(job.created_ms()),
@@ -116,6 +154,9 @@ impl State {
             capacity_bytes: node.about.capacity_bytes,
             free_bytes: live.free_bytes(id).unwrap_or(node.about.free_bytes),
             staged_models: staged.count() as u64,
+            max_transfers: live
+                .transfers(self, id)
+                .map(|t| u32::try_from(t.most).unwrap_or(u32::MAX)),
             since: rfc3339(node.since_ms),
         })
     }

@@ -12,6 +12,8 @@ use mooncake_state::*;
 use std::{collections::BTreeSet, fmt::Write as _, path::PathBuf};
 
 const SNAPSHOT: &str = "snapshot_v1.hex";
+/// From the cluster version on that has priorities.
+const SNAPSHOT_2: &str = "snapshot_v2.hex";
 
 fn model() -> ModelRef {
     ModelRef {
@@ -245,7 +247,18 @@ fn commands() -> Vec<(&'static str, Command)> {
                 now_ms,
             },
         ),
+        (
+            "18_create_job_with_priority",
+            with_priority(create(BlobRef::Inline(vec![4, 5, 6].into())), -7),
+        ),
     ]
+}
+
+fn with_priority(command: Command, priority: i8) -> Command {
+    match command {
+        Command::CreateJob(create) => Command::CreateJobWithPriority { create, priority },
+        other => panic!("{other:?} creates no job"),
+    }
 }
 
 fn hex(bytes: &[u8]) -> String {
@@ -326,7 +339,7 @@ fn every_command_has_a_golden_file() {
     );
     let files = std::fs::read_dir(folder()).unwrap();
     let mut names: BTreeSet<_> = commands.iter().map(|(n, _)| format!("{n}.hex")).collect();
-    names.insert(SNAPSHOT.into());
+    names.extend([SNAPSHOT, SNAPSHOT_2].map(str::to_owned));
     for file in files {
         let name = file.unwrap().file_name().into_string().unwrap();
         assert!(names.contains(&name), "{name} belongs to no command");
@@ -428,19 +441,74 @@ fn state() -> State {
     state
 }
 
-/// A snapshot of the first version stays readable, and is read as what it was.
-#[test]
-fn snapshots_are_frozen() {
-    let path = folder().join(SNAPSHOT);
-    let encoded = state().encode_snapshot();
+/// The same, in a cluster whose masters all know priorities, with a job that has one.
+fn prioritised() -> State {
+    let mut state = state();
+    let now_ms = 1_800_000_000_002;
+    let reply = state.apply(
+        100,
+        &Command::SetClusterVersion {
+            version: PRIORITY_CLUSTER_VERSION,
+            now_ms,
+        },
+    );
+    assert_eq!(reply.reply, Reply::Done);
+    let third = state.job(&JobId("third".into())).unwrap();
+    let bytes = state.blob(&third.manifest).unwrap().to_vec();
+    let Command::CreateJob(mut urgent) = create(BlobRef::Inline(bytes.into())) else {
+        unreachable!()
+    };
+    urgent.job = JobId("urgent".into());
+    urgent.sources = BlobRef::Stored(third.sources);
+    urgent.targets = vec![node()];
+    let applied = state.apply(101, &with_priority(Command::CreateJob(urgent), 7));
+    assert_eq!(applied.reply, Reply::Job { created: true });
+    state
+}
+
+fn check_snapshot(name: &str, state: &State) -> State {
+    let path = folder().join(name);
+    let encoded = state.encode_snapshot();
     if std::env::var_os("MOONCAKE_WRITE_GOLDEN").is_some() && !path.exists() {
         std::fs::write(&path, hex(&encoded)).unwrap();
     }
     let golden = std::fs::read_to_string(&path).unwrap_or_else(|e| panic!("{}: {e}", path.display()));
     assert_eq!(hex(&encoded), golden, "the encoding of snapshots changed");
     let read = State::decode_snapshot(&unhex(&golden)).unwrap();
-    assert_eq!(read.digest(), state().digest());
+    assert_eq!(read.digest(), state.digest());
+    read
+}
+
+/// A snapshot of each version stays readable, and is read as what it was.
+#[test]
+fn snapshots_are_frozen() {
+    let read = check_snapshot(SNAPSHOT, &state());
     assert_eq!(read.jobs().count(), 2);
     assert!(read.past_job(&job()).is_some());
     assert!(read.artifact(&model()).unwrap().seal.is_some());
+    let read = check_snapshot(SNAPSHOT_2, &prioritised());
+    let priorities: Vec<_> = read.jobs().map(|(id, job)| (id.as_str(), job.priority)).collect();
+    assert_eq!(priorities, [("second", 0), ("third", 0), ("urgent", 7)]);
+}
+
+/// What a program from before reads is the first version, until the cluster's version says that there is none left.
+#[test]
+fn the_cluster_version_says_which_snapshot_is_written() {
+    let mut state = state();
+    let first = state.encode_snapshot();
+    assert_eq!(first[0], SNAPSHOT_VERSION_1);
+    let version = PRIORITY_CLUSTER_VERSION;
+    let now_ms = state.time_ms();
+    state.apply(100, &Command::SetClusterVersion { version, now_ms });
+    let second = state.encode_snapshot();
+    assert_eq!(second[0], SNAPSHOT_VERSION_2);
+    // A priority of a job that is not there is damage.
+    let priority_of = |id: &str, priority: i8| {
+        let body = &second[..second.len() - 1];
+        [body, &[1, id.len() as u8], id.as_bytes(), &[priority as u8]].concat()
+    };
+    let read = State::decode_snapshot(&priority_of("third", -10)).unwrap();
+    assert_eq!(read.job(&JobId("third".into())).unwrap().priority, -10);
+    let error = State::decode_snapshot(&priority_of("none", 1)).unwrap_err();
+    assert!(error.to_string().contains("job none"), "{error}");
 }

@@ -2,11 +2,11 @@
 
 use super::{
     cluster::{JOBS, TestCluster, example, rfc_example},
-    node::{FakeNode, Manner},
+    node::{FakeNode, Manner, register},
 };
 use anyhow::Result;
 use hyper::Method;
-use mooncake_proto::api::HEADER_APPLIED_INDEX;
+use mooncake_proto::{api::HEADER_APPLIED_INDEX, pb::session as pb};
 use serde_json::{Value, json};
 use std::time::Duration;
 
@@ -314,5 +314,108 @@ async fn lists_are_filtered_and_paged_newest_first() -> Result<()> {
         .body;
     assert_eq!(rest["models"][0]["model_ref"]["model_id"], "model-1");
     assert_eq!(rest["next_page_token"], Value::Null);
+    Ok(())
+}
+
+#[tokio::test(flavor = "multi_thread")]
+async fn a_priority_is_part_of_the_request_and_of_every_answer() -> Result<()> {
+    let cluster = TestCluster::start(1).await?;
+    let _seed = FakeNode::start(&cluster.masters[0].rpc, SEED, Manner::Dawdles).await?;
+    let _follower = FakeNode::start(&cluster.masters[0].rpc, FOLLOWER, Manner::Works).await?;
+    // All masters of this cluster know priorities, which it finds out by itself.
+    cluster
+        .until(0, "/api/v1/cluster", |a| a.body["cluster_version"] == 2)
+        .await?;
+    let mut body = example("urgent", "m");
+    body["priority"] = json!(7);
+    let created = cluster.post(0, JOBS, &body).await?;
+    assert_eq!(
+        (created.status, &created.body["priority"]),
+        (201, &json!(7)),
+        "{}",
+        created.text
+    );
+    assert!(!created.text.contains("priority_ignored"), "{}", created.text);
+    assert_eq!(cluster.post(0, JOBS, &body).await?.status, 200);
+    for other in [json!(6), json!(0), Value::Null] {
+        let mut other_body = body.clone();
+        other_body["priority"] = other;
+        let conflict = cluster.post(0, JOBS, &other_body).await?;
+        assert_eq!(
+            (conflict.status, &conflict.body["code"]),
+            (409, &json!("job_conflict")),
+            "{}",
+            conflict.text
+        );
+    }
+    let plain = cluster.post(0, JOBS, &example("plain", "m")).await?;
+    assert_eq!((plain.status, &plain.body["priority"]), (201, &json!(0)));
+    let list = cluster.get(0, JOBS).await?;
+    let priorities: Vec<_> = list.body["jobs"]
+        .as_array()
+        .unwrap()
+        .iter()
+        .map(|job| (&job["job_id"], &job["priority"]))
+        .collect();
+    assert_eq!(
+        priorities,
+        [(&json!("plain"), &json!(0)), (&json!("urgent"), &json!(7))]
+    );
+    let got = cluster.get(0, &format!("{JOBS}/urgent")).await?;
+    assert_eq!(got.body["priority"], 7);
+    for (wrong, code, fault) in [
+        (json!(11), "invalid_request", "out_of_range"),
+        (json!(-11), "invalid_request", "out_of_range"),
+        (json!(1.5), "invalid_json", "wrong_type"),
+        (json!("high"), "invalid_json", "wrong_type"),
+    ] {
+        let mut body = example("wrong", "m");
+        body["priority"] = wrong;
+        let refused = cluster.post(0, JOBS, &body).await?;
+        assert_eq!(
+            (refused.status, &refused.body["code"]),
+            (400, &json!(code)),
+            "{}",
+            refused.text
+        );
+        assert_eq!(refused.body["errors"][0]["pointer"], "/priority");
+        assert_eq!(refused.body["errors"][0]["code"], fault);
+    }
+    Ok(())
+}
+
+#[tokio::test(flavor = "multi_thread")]
+async fn a_job_says_that_it_waits_for_a_place_on_a_node() -> Result<()> {
+    let cluster = TestCluster::start(1).await?;
+    let rpc = &cluster.masters[0].rpc;
+    let limited = pb::Register {
+        max_transfers: 1,
+        ..register(SEED, "s")
+    };
+    let _seed = FakeNode::start_as(rpc, limited, Manner::Dawdles).await?;
+    let node = cluster.get(0, &format!("/api/v1/nodes/{SEED}")).await?;
+    assert_eq!(node.body["max_transfers"], 1, "{}", node.text);
+    let to_seed = |job: &str, model: &str| {
+        let mut body = example(job, model);
+        body["target_nodes"] = json!([SEED]);
+        body["replica_policy"] = json!({"target_replica_count": 1});
+        body
+    };
+    cluster.post(0, JOBS, &to_seed("first", "m1")).await?;
+    cluster.job_status(0, "first", "seeding").await?;
+    cluster.post(0, JOBS, &to_seed("second", "m2")).await?;
+    let waits = cluster.get(0, &format!("{JOBS}/second")).await?;
+    assert_eq!(waits.body["status"], "planned");
+    let why = waits.body["waiting_for"].as_str().unwrap_or_default();
+    assert!(
+        why.contains(SEED) && why.contains("--max-transfers is 1"),
+        "{}",
+        waits.text
+    );
+    cluster
+        .send(0, Method::POST, &format!("{JOBS}/first/cancel"), &[], "")
+        .await?;
+    let begun = cluster.job_status(0, "second", "seeding").await?;
+    assert_eq!(begun.body["waiting_for"], Value::Null, "{}", begun.text);
     Ok(())
 }

@@ -102,7 +102,13 @@ pub async fn open(master: &str, hello_id: &str, register: pb::Register) -> Resul
 impl FakeNode {
     /// Registers with `master`, which must lead, and obeys orders in its manner.
     pub async fn start(master: &str, id: &str, manner: Manner) -> Result<Self> {
-        let (opened, stream) = open(master, id, register(id, &format!("store-{id}"))).await?;
+        Self::start_as(master, register(id, &format!("store-{id}")), manner).await
+    }
+
+    /// The same, with more to say of itself.
+    pub async fn start_as(master: &str, register: pb::Register, manner: Manner) -> Result<Self> {
+        let id = &register.node_id.clone();
+        let (opened, stream) = open(master, id, register).await?;
         let Opened::Welcome(_) = opened else {
             bail!("{id} is not welcome: {opened:?}")
         };

@@ -72,6 +72,10 @@ pub struct CreateJobRequest {
     /// Attempts and deadline.
     #[serde(default, skip_serializing_if = "Option::is_none")]
     pub policy: Option<JobPolicy>,
+    /// Who goes first where not all can at once, [`PRIORITY_RANGE`](crate::manifest::PRIORITY_RANGE); default 0. The
+    /// higher, the sooner.
+    #[serde(default, skip_serializing_if = "Option::is_none")]
+    pub priority: Option<i64>,
 }
 
 /// The four components of a model's name.

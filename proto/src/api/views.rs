@@ -71,6 +71,9 @@ pub struct JobSnapshot {
     pub waiting_for: Option<String>,
     /// The model version.
     pub model_ref: ModelRef,
+    /// The higher, the sooner, where not all can be served at once.
+    #[serde(default)]
+    pub priority: i8,
     /// The seed.
     pub seed_node_id: NodeId,
     /// The targets.
@@ -199,6 +202,9 @@ pub struct JobSummary {
     pub status: JobStatus,
     /// The model version.
     pub model_ref: ModelRef,
+    /// As in the snapshot.
+    #[serde(default)]
+    pub priority: i8,
     /// The seed.
     pub seed_node_id: NodeId,
     /// Totals.
@@ -243,6 +249,10 @@ pub struct NodeView {
     pub free_bytes: u64,
     /// Model versions staged there.
     pub staged_models: u64,
+    /// Model versions that it fetches at once at most, as it said to the leader; none: it has no such limit, or who
+    /// answers does not know it.
+    #[serde(default, skip_serializing_if = "Option::is_none")]
+    pub max_transfers: Option<u32>,
     /// RFC 3339: since when it has this status.
     pub since: String,
 }

@@ -38,6 +38,8 @@ pub const MAX_TARGETS: usize = 4096;
 /// Longest target ids of one job together, in bytes: with all else keeps the create command below
 /// [`crate::MAX_COMMAND_BYTES`].
 pub const MAX_TARGETS_BYTES: usize = 256 << 10;
+/// Priorities that a job can have; 0 where none is asked for.
+pub const PRIORITY_RANGE: std::ops::RangeInclusive<i8> = -10..=10;
 /// Longest relative path, in bytes (Linux's `PATH_MAX` less room for the root folder).
 pub const MAX_PATH_BYTES: usize = 3072;
 /// Longest path component, in bytes (`NAME_MAX`).

@@ -258,6 +258,16 @@ fn one_fault_at_a_time() {
             Some(json!({"deadline_s": 0})),
             vec!["/policy/deadline_s out_of_range".into()],
         ),
+        (
+            "/priority".into(),
+            Some(json!(11)),
+            vec!["/priority out_of_range".into()],
+        ),
+        (
+            "/priority".into(),
+            Some(json!(i64::MIN)),
+            vec!["/priority out_of_range".into()],
+        ),
     ];
     for (pointer, value, want) in table {
         let mut got = faults_of(&[(&pointer, value.clone())]);
@@ -615,6 +625,17 @@ fn the_same_body_has_the_same_digest() {
         *body.pointer_mut(pointer).unwrap() = value;
         assert_ne!(run(body).unwrap().request_digest(), base, "{pointer}");
     }
+    let with = |priority: Value| {
+        let mut body = rfc();
+        body["priority"] = priority;
+        let job = run(body).unwrap();
+        (job.priority, job.request_digest())
+    };
+    assert_eq!(with(json!(0)), (0, base), "a default that is spelled out");
+    assert_eq!(with(Value::Null), (0, base));
+    let (low, high) = (with(json!(-10)), with(json!(10)));
+    assert_eq!((low.0, high.0), (-10, 10));
+    assert!(low.1 != base && high.1 != base && low.1 != high.1);
     let mut moved = rfc();
     moved["manifest"]["files"][0]["download_url"] = json!("/elsewhere");
     assert_eq!(

@@ -9,7 +9,7 @@ use crate::{
 use mooncake_proto::{
     api::{JobStatus, NodeStatus, PlacementState},
     ids::{JobId, ModelRef, NodeId},
-    manifest::{BLOCK_SIZE_RANGE, MAX_TARGETS, Manifest, Sources},
+    manifest::{BLOCK_SIZE_RANGE, MAX_TARGETS, Manifest, PRIORITY_RANGE, Sources},
 };
 use std::collections::{BTreeMap, BTreeSet};
 
@@ -20,7 +20,7 @@ const MAX_LIVE_JOBS: usize = 10_000;
 const MAX_KEPT_BLOB_BYTES: u64 = 2 << 30;
 
 impl Apply<'_> {
-    pub(super) fn create_job(&mut self, create: &CreateJob) -> Reply {
+    pub(super) fn create_job(&mut self, create: &CreateJob, priority: i8) -> Reply {
         if let Some(job) = self.state.job(&create.job) {
             return match job.request_digest == create.request_digest {
                 true => Reply::Job { created: false },
@@ -32,6 +32,10 @@ impl Apply<'_> {
                 true => Reply::JobForgotten,
                 false => Reply::JobConflict,
             };
+        }
+        if !PRIORITY_RANGE.contains(&priority) {
+            let detail = "the priority is out of range".into();
+            return Reply::Invalid { detail };
         }
         if let Err(reply) = self.check_create(create).and_then(|()| self.check_room()) {
             return reply;
@@ -52,7 +56,7 @@ impl Apply<'_> {
             None => self.put_artifact(create, &manifest, &manifest_bytes, manifest_digest),
         }
         self.refer(sources, &sources_bytes);
-        self.insert_job(create, &manifest, manifest_digest, sources);
+        self.insert_job(create, priority, &manifest, manifest_digest, sources);
         Reply::Job { created: true }
     }
 
@@ -195,6 +199,7 @@ impl Apply<'_> {
     fn insert_job(
         &mut self,
         create: &CreateJob,
+        priority: i8,
         manifest: &Manifest,
         manifest_digest: mooncake_proto::digest::Digest,
         sources: mooncake_proto::digest::Digest,
@@ -221,6 +226,7 @@ impl Apply<'_> {
             seeded: false,
             views: Vec::new(),
             version: self.index,
+            priority,
         };
         let views = create.targets.len() + usize::from(!create.targets.contains(&create.seed));
         job.views = vec![View::new(now); views];

@@ -96,7 +96,8 @@ impl Apply<'_> {
                 bytes,
                 now_ms: _,
             } => self.put_blob_part(digest, *index, *count, *total_bytes, bytes),
-            Command::CreateJob(create) => self.create_job(create),
+            Command::CreateJob(create) => self.create_job(create, 0),
+            Command::CreateJobWithPriority { create, priority } => self.create_job(create, *priority),
             Command::CancelJob {
                 job,
                 progress,

@@ -35,6 +35,10 @@ pub(crate) enum Op {
         targets: u8,
         attempts: u32,
         deadline_ms: Option<u64>,
+        priority: i8,
+    },
+    Version {
+        version: u32,
     },
     Cancel {
         job: usize,
@@ -125,8 +129,9 @@ pub(crate) fn op() -> impl Strategy<Value = Op> {
         2 => (0..NODES, 0u8..3, prop::bool::weighted(0.1)).prop_map(|(i, status, stale)| Op::Status { i, status, stale }),
         1 => (0..NODES, 0u64..8).prop_map(|(i, blocks)| Op::Free { i, blocks }),
         2 => (0usize..2, 0u32..3, prop::bool::weighted(0.2)).prop_map(|(which, index, wrong)| Op::Part { which, index, wrong }),
-        8 => (0..JOBS, 0..MODELS, prop_oneof![4 => Just(0usize), 1 => Just(1)], 0..NODES, 1u8..16, 1u32..4, prop::option::weighted(0.2, 0u64..200_000))
-            .prop_map(|(job, m, v, seed, targets, attempts, deadline_ms)| Op::Create { job, m, v, seed, targets, attempts, deadline_ms }),
+        8 => (0..JOBS, 0..MODELS, prop_oneof![4 => Just(0usize), 1 => Just(1)], 0..NODES, 1u8..16, 1u32..4, prop::option::weighted(0.2, 0u64..200_000), prop_oneof![7 => Just(0i8), 1 => -11i8..12])
+            .prop_map(|(job, m, v, seed, targets, attempts, deadline_ms, priority)| Op::Create { job, m, v, seed, targets, attempts, deadline_ms, priority }),
+        1 => (0..=SUPPORTED_CLUSTER_VERSION).prop_map(|version| Op::Version { version }),
         2 => (0..JOBS).prop_map(|job| Op::Cancel { job }),
         10 => (0..JOBS, prop::option::weighted(0.1, 0..NODES), prop_oneof![9 => Just(0u64), 1 => 1u64..3]).prop_map(|(job, node, off)| Op::Acquire { job, node, off }),
         8 => (0..MODELS, 1u8..16, prop_oneof![9 => Just(0u64), 1 => 1u64..3]).prop_map(|(m, nodes, off)| Op::Replicate { m, nodes, off }),
@@ -227,13 +232,22 @@ pub(crate) fn resolve(op: &Op, state: &State, history: &[Command], now_ms: u64) 
             targets,
             attempts,
             deadline_ms,
+            priority,
         } => {
             let mut create = create_command(*job, *m, *v, *seed, &bits(*targets));
             create.max_attempts = *attempts;
             create.deadline_ms = deadline_ms.map(|d| now_ms + d);
             create.now_ms = now_ms;
-            Command::CreateJob(Box::new(create))
+            let create = Box::new(create);
+            match *priority {
+                0 => Command::CreateJob(create),
+                priority => Command::CreateJobWithPriority { create, priority },
+            }
         }
+        Op::Version { version } => Command::SetClusterVersion {
+            version: *version,
+            now_ms,
+        },
         Op::Cancel { job } => Command::CancelJob {
             job: job_id(*job),
             progress: (0..NODES).map(|i| (i as u32, 1000 * i as u64)).collect(),
@@ -495,13 +509,14 @@ fn the_generator_reaches_every_ending() {
         proptest::test_runner::TestRng::deterministic_rng(proptest::test_runner::RngAlgorithm::ChaCha),
     );
     let mut statuses = std::collections::BTreeMap::<JobStatus, u32>::new();
-    let (mut shared, mut source_changed, mut regenerated) = (0, 0, 0);
+    let (mut shared, mut source_changed, mut regenerated, mut prioritised) = (0, 0, 0, 0);
     for _ in 0..400 {
         let ops = ops().new_tree(&mut runner).unwrap().current();
         let mut state = State::new();
         run(&mut state, &ops).unwrap();
         for (_, job) in state.jobs() {
             *statuses.entry(job.status).or_default() += 1;
+            prioritised += u32::from(job.priority != 0);
             source_changed += u32::from(
                 job.last_error
                     .as_ref()
@@ -527,7 +542,7 @@ fn the_generator_reaches_every_ending() {
         );
     }
     assert!(
-        shared > 10 && source_changed > 0 && regenerated > 10,
-        "{shared} {source_changed} {regenerated}"
+        shared > 10 && source_changed > 0 && regenerated > 10 && prioritised > 10,
+        "{shared} {source_changed} {regenerated} {prioritised}"
     );
 }

@@ -158,6 +158,11 @@ fn every_invariant_notices_its_breach() {
                 s.data.nodes.get_mut(&node(1)).unwrap().incarnation = 2;
             },
         ),
+        (
+            "a priority that no snapshot holds",
+            invariants::priorities_can_be_kept,
+            |s| job(s, 0).priority = 1,
+        ),
         ("a blob of other content", invariants::blobs_are_right, |s| {
             let blob = s.data.blobs.values_mut().next().unwrap();
             blob.content = BlobContent::Complete(vec![1].into());
@@ -183,6 +188,7 @@ fn every_invariant_notices_its_breach() {
         ("a change without a version", |s| {
             job(s, 0).views[1].staged_bytes = 5
         }),
+        ("a priority changes", |s| job(s, 0).priority = 1),
         ("a seal is replaced", |s| {
             s.data.artifacts.get_mut(&model(1)).unwrap().seal = Some(seal(9))
         }),

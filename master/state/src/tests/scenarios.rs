@@ -1041,6 +1041,63 @@ fn versions_are_gated() {
 }
 
 #[test]
+fn a_priority_is_kept_from_the_cluster_version_on_that_knows_it() {
+    let mut w = World::new(1);
+    let urgent = |job: usize, priority: i8| Command::CreateJobWithPriority {
+        create: Box::new(create_command(job, 0, 0, 0, &[0])),
+        priority,
+    };
+    let required = PRIORITY_CLUSTER_VERSION;
+    assert_eq!(w.apply(urgent(0, 3)), Reply::Gated { required });
+    w.create(1, 0, 0, &[0]);
+    let now_ms = w.now;
+    w.apply(Command::SetClusterVersion {
+        version: required,
+        now_ms,
+    });
+    for priority in [11, -11, i8::MIN] {
+        assert!(matches!(w.apply(urgent(0, priority)), Reply::Invalid { .. }));
+    }
+    assert_eq!(w.apply(urgent(0, 3)), Reply::Job { created: true });
+    let read = State::decode_snapshot(&w.state.encode_snapshot()).unwrap();
+    for (job, priority) in [(0, 3), (1, 0)] {
+        let id = job_id(job);
+        assert_eq!(read.job(&id), w.state.job(&id));
+        assert_eq!(read.job(&id).unwrap().priority, priority);
+        assert_eq!(read.job_snapshot(&id, &()).unwrap().priority, priority);
+        assert_eq!(read.job_summary(&id, &()).unwrap().priority, priority);
+    }
+    // It belongs to the body, and so to its digest: a repeat changes nothing.
+    assert_eq!(w.apply(urgent(0, 3)), Reply::Job { created: false });
+}
+
+#[test]
+fn what_is_under_way_on_a_node() {
+    let mut w = World::new(2);
+    w.create(0, 0, 0, &[0, 1]);
+    let under_way = |w: &World, i: usize| w.state.is_under_way(&model(0), &node(i));
+    assert!(!under_way(&w, 0) && !under_way(&w, 1));
+    w.acquire(0, 0, 0);
+    w.replicate(0, &[1]);
+    assert!(under_way(&w, 0) && under_way(&w, 1));
+    // Between two attempts it is.
+    w.fail(0, 1, "x", true);
+    assert_eq!(w.placement(0, 1).state, P::Planned);
+    assert!(under_way(&w, 1));
+    // With every byte it is not, though it is not published.
+    assert_eq!(w.seal(0, 0, 0), Reply::Done);
+    assert_eq!(w.placement(0, 0).state, P::Acquiring);
+    assert!(!under_way(&w, 0));
+    // Nor when nobody waits for it.
+    w.apply(Command::CancelJob {
+        job: job_id(0),
+        progress: vec![],
+        now_ms: w.now,
+    });
+    assert!(!under_way(&w, 1));
+}
+
+#[test]
 fn a_command_that_is_too_large_is_refused_before_the_log() {
     let mut create = create_command(0, 0, 0, 0, &[0]);
     create.manifest = BlobRef::Inline(vec![0; 600 << 10].into());

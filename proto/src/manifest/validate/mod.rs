@@ -47,16 +47,22 @@ pub struct ValidJob {
     pub max_attempts: u32,
     /// Seconds from creation.
     pub deadline_s: Option<u64>,
+    /// In [`PRIORITY_RANGE`].
+    pub priority: i8,
     /// What the caller should know.
     pub warnings: Vec<Warning>,
 }
 
 impl ValidJob {
-    /// Version 1 of the canonical request digest, by which "the same body" is decided: everything but the
-    /// job id and the warnings.
+    /// The canonical request digest, by which "the same body" is decided: everything but the job id and the warnings.
+    /// Version 1 has no priority, and is what a request without one has for ever: masters of before remember it.
     pub fn request_digest(&self) -> Digest {
+        let name = match self.priority {
+            0 => "mooncake-distribution job request v1",
+            _ => "mooncake-distribution job request v2",
+        };
         let parts = (
-            "mooncake-distribution job request v1",
+            name,
             self.manifest.digest(),
             Digest::sha256(&self.sources.encode()),
             &self.seed,
@@ -65,7 +71,11 @@ impl ValidJob {
             self.max_attempts,
             self.deadline_s,
         );
-        Digest::sha256(&codec::encode(1, &parts))
+        let bytes = match self.priority {
+            0 => codec::encode(1, &parts),
+            priority => codec::encode(1, &(parts, priority)),
+        };
+        Digest::sha256(&bytes)
     }
 }
 
@@ -207,6 +217,15 @@ impl Validator {
             );
         }
 
+        let priority = match request.priority.map_or(Ok(0), i8::try_from) {
+            Ok(priority) if PRIORITY_RANGE.contains(&priority) => priority,
+            _ => {
+                let (least, most) = (PRIORITY_RANGE.start(), PRIORITY_RANGE.end());
+                self.fault("/priority", "out_of_range", format!("must be {least} to {most}"));
+                0
+            }
+        };
+
         let (manifest, sources) = manifest?;
         Some(ValidJob {
             job_id,
@@ -217,6 +236,7 @@ impl Validator {
             target_replica_count,
             max_attempts,
             deadline_s: policy.deadline_s,
+            priority,
             warnings: Vec::new(),
         })
     }
