@@ -70,7 +70,8 @@ fn fault(replay: &Replay, op: &Op, index: u64, status: u16, body: &Body) -> Opti
     }
 }
 
-/// What a job waits for is a function of the whole state: it changes with other jobs, without a new version.
+/// What a job waits for is a function of the whole state: it changes with other jobs, without a new version. Nodes with a
+/// `--max-transfers`, which the log does not know, would make it more than that: no soak has one.
 fn waits(replay: &Replay, seen: &JobSeen, index: u64, answered: Option<&str>) -> Option<String> {
     let logged = replay.waits.get(&(index, seen.job.clone()))?;
     (logged.as_deref() != answered)

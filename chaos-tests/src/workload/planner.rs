@@ -3,7 +3,7 @@
 use super::library::{Library, Template};
 use parking_lot::Mutex;
 use rand::{RngExt, SeedableRng, rngs::StdRng, seq::IndexedRandom};
-use serde_json::Value;
+use serde_json::{Value, json};
 use std::sync::{
     Arc,
     atomic::{AtomicUsize, Ordering},
@@ -22,6 +22,10 @@ const RECENT: usize = 40;
 const ATTEMPTS: u32 = 5;
 const OTHER_ATTEMPTS: u32 = 6;
 
+/// Priorities that new jobs have, each as often as it stands here: most have none, so that they are what a version
+/// without priorities writes.
+const PRIORITIES: [i8; 6] = [0, 0, 0, 0, -5, 5];
+
 /// A create as it was sent.
 #[derive(Clone, Debug)]
 pub struct Sent {
@@ -32,6 +36,22 @@ pub struct Sent {
     /// The body.
     pub request: Arc<Value>,
     other: Arc<Value>,
+}
+
+impl Sent {
+    fn with_priority(self, priority: i8) -> Self {
+        let with = |request: &Value| {
+            let mut request = request.clone();
+            request["priority"] = json!(priority);
+            Arc::new(request)
+        };
+        Self {
+            body: format!("{} with priority {priority}", self.body),
+            request: with(&self.request),
+            other: with(&self.other),
+            ..self
+        }
+    }
 }
 
 /// Jobs that any caller has sent, whatever came of it.
@@ -171,7 +191,8 @@ impl Planner {
         }
         self.made += 1;
         let job = format!("c{}-{}", self.caller, self.made);
-        let sent = Self::job(&job, &models[at], &seed, &nodes);
+        let priority = PRIORITIES.choose(&mut self.rng).copied().unwrap_or_default();
+        let sent = Self::job(&job, &models[at], &seed, &nodes).with_priority(priority);
         self.known.add(sent.clone());
         sent
     }

@@ -1,43 +1,32 @@
 //! The places of nodes that want to fetch only so many model versions at once (`--max-transfers`).
 //!
-//! Guaranteed: what [`super::plan`] authorises never brings a node over its limit as far as transfers move. Who holds
+//! Guaranteed: what [`super::plan`] authorises never brings a node over its limit, as far as transfers move. Who holds
 //! every byte and has only to publish takes no place. A transfer keeps its place from its first attempt to its last, the
 //! pauses between them included; none is stopped for another one. A node whose limit was lowered gets nothing new until
-//! enough has ended. Not guaranteed: the order in which what moves ends.
+//! enough has ended.
 //!
 //! A copy that has *stalled* (the last node that held the model is gone, and nobody downloads it) keeps its place against
 //! other copies, but not against a download. Otherwise two nodes could wait for each other for ever: each with a copy that
 //! waits for the other's download, which waits for the place. So that a download brings no node over its limit by
 //! setting its copies in motion, it waits until there is room for them; from then on they hold their places against every
-//! download behind it in the line, so that its turn comes. The first one in the line only waits for what moves.
+//! download behind it in the line, so that its turn comes. The first one in the line only waits for what moves, and what
+//! moves ends without any other place.
+//!
+//! Not guaranteed: that a stalled copy gets nothing at all (others like it give it what they have), nor that it stays
+//! stalled beside a download that took its place: the node that was lost may come back.
 
 use super::{Plan, observed::Observed, peers::holds_sealed};
-use mooncake_proto::{
-    api::PlacementState,
-    ids::{ModelRef, NodeId},
-};
+use mooncake_proto::ids::{ModelRef, NodeId};
 use mooncake_state::{Artifact, State, TaskKind, Transfers};
 
 /// What a node with a limit has under way, with what this plan has given it.
 #[derive(Debug)]
 pub(super) struct Places {
     limit: usize,
-    /// Attempts that run, of models that can be had.
+    /// Of models that can be had.
     moving: usize,
-    /// Between two attempts, of models that can be had.
-    kept: usize,
-    /// Both, of models that cannot be had.
+    /// Of models that cannot be had.
     stalled: usize,
-}
-
-/// What a model has of a node's places already.
-#[derive(Clone, Copy, PartialEq, Eq)]
-enum Own {
-    Nothing,
-    /// An attempt runs.
-    Running,
-    /// The next one comes after a pause.
-    Kept,
 }
 
 impl Observed {
@@ -82,17 +71,6 @@ impl Observed {
 }
 
 impl<'a> Plan<'a> {
-    fn own(&self, model: &ModelRef, node: &NodeId) -> Own {
-        if !self.observed.takes_place(self.state, model, node) {
-            return Own::Nothing;
-        }
-        let placement = self.state.artifact(model).and_then(|a| a.placements.get(node));
-        match placement.is_some_and(|p| p.state == PlacementState::Acquiring) {
-            true => Own::Running,
-            false => Own::Kept,
-        }
-    }
-
     /// Those of a node with a limit.
     fn places(&mut self, node: &'a NodeId) -> Option<&mut Places> {
         if !self.places.contains_key(node) {
@@ -100,14 +78,12 @@ impl<'a> Plan<'a> {
             let mut places = Places {
                 limit: observed.max_transfers(state, node)?,
                 moving: 0,
-                kept: 0,
                 stalled: 0,
             };
             for (model, artifact) in observed.under_way(state, node) {
-                match (self.can_be_had(model, artifact), self.own(model, node)) {
-                    (false, _) => places.stalled += 1,
-                    (true, Own::Running) => places.moving += 1,
-                    (true, _) => places.kept += 1,
+                match self.can_be_had(model, artifact) {
+                    true => places.moving += 1,
+                    false => places.stalled += 1,
                 }
             }
             self.places.insert(node, places);
@@ -136,71 +112,54 @@ impl<'a> Plan<'a> {
 
     /// A place for a copy, if there is one. The model can be had.
     pub(super) fn take_for_copy(&mut self, model: &ModelRef, node: &'a NodeId) -> bool {
-        let own = self.own(model, node);
+        let (state, observed) = (self.state, self.observed);
         let Some(places) = self.places(node) else {
             return true;
         };
-        let taken = match own {
-            Own::Nothing => places.moving + places.kept + places.stalled,
-            // It has its place, unless the limit was lowered.
-            Own::Running | Own::Kept => places.moving,
-        };
-        let free = taken < places.limit;
-        if free {
-            places.begin(own);
+        if observed.takes_place(state, model, node) {
+            return true;
         }
+        let free = places.moving + places.stalled < places.limit;
+        places.moving += usize::from(free);
         free
     }
 
-    /// Whether a download finds a place on its seed. Comes after [`Plan::set_in_motion`].
+    /// Whether a download finds a place on its seed.
     pub(super) fn has_place_for_download(&mut self, model: &ModelRef, seed: &'a NodeId) -> bool {
-        let own = self.own(model, seed);
-        let Some(places) = self.places(seed) else {
-            return true;
-        };
-        match own {
-            Own::Nothing => places.moving + places.kept < places.limit,
-            Own::Running => places.moving <= places.limit,
-            Own::Kept => places.moving < places.limit,
-        }
+        let (state, observed) = (self.state, self.observed);
+        self.places(seed)
+            .is_none_or(|places| places.moving < places.limit || observed.takes_place(state, model, seed))
     }
 
-    /// The download takes its place, or keeps what it waits for against those behind it in the line.
+    /// The download takes its place; or keeps what it waits for against those behind it in the line. Comes after
+    /// [`Plan::set_in_motion`].
     pub(super) fn take_for_download(&mut self, model: &ModelRef, seed: &'a NodeId) {
-        let own = self.own(model, seed);
-        if let Some(places) = self.places(seed) {
-            places.begin(own);
+        let (state, observed) = (self.state, self.observed);
+        if let Some(places) = self.places(seed)
+            && !observed.takes_place(state, model, seed)
+        {
+            places.moving += 1;
         }
     }
 
     /// The model is about to be downloaded: its copies move again. Whether there is room for all of them.
     pub(super) fn set_in_motion(&mut self, model: &'a ModelRef, artifact: &'a Artifact) -> bool {
+        let (state, observed) = (self.state, self.observed);
         let mut room = true;
         for node in artifact.placements.keys() {
-            let own = self.own(model, node);
-            if own == Own::Nothing || self.can_be_had(model, artifact) {
+            if self.places(node).is_none()
+                || !observed.takes_place(state, model, node)
+                || self.can_be_had(model, artifact)
+            {
                 continue;
             }
-            let Some(places) = self.places(node) else {
-                continue;
-            };
-            places.stalled -= 1;
-            match own {
-                Own::Running => {
-                    room &= places.moving < places.limit;
-                    places.moving += 1;
-                }
-                _ => places.kept += 1,
+            if let Some(places) = self.places(node) {
+                room &= places.moving < places.limit;
+                places.moving += 1;
+                places.stalled -= 1;
             }
         }
         self.can_be_had.insert(model, true);
         room
-    }
-}
-
-impl Places {
-    fn begin(&mut self, own: Own) {
-        self.moving += usize::from(own != Own::Running);
-        self.kept -= usize::from(own == Own::Kept);
     }
 }

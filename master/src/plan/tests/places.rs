@@ -352,9 +352,8 @@ fn a_transfer_keeps_its_place_between_two_attempts() {
     );
 }
 
-/// All of them have a place, and there is one place.
 #[test]
-fn more_pauses_than_places_do_not_block_each_other() {
+fn a_lowered_limit_takes_no_place_away_from_who_pauses() {
     let mut sim = Sim::new(1);
     sim.limit(0, 3);
     for job in 0..3 {
@@ -363,17 +362,18 @@ fn more_pauses_than_places_do_not_block_each_other() {
         sim.fake(0).fails = Some(failure(true));
         sim.settle();
     }
-    assert!(sim.running(0).is_empty());
+    sim.now += 1;
+    sim.create(3, 3, 0, &[0]);
     sim.limit(0, 1);
-    for _ in 0..10 {
-        sim.now += 1_000;
-        sim.reconcile();
-        sim.reconcile();
-        assert!(sim.running(0).len() <= 1);
-        sim.work();
-    }
     sim.settle();
-    assert!((0..3).all(|job| sim.status(job) == JobStatus::Completed));
+    assert!(sim.running(0).is_empty());
+    sim.fake(0).paused = true;
+    sim.pass(1_000);
+    assert_eq!(sim.running(0), models(&[0, 1, 2]), "they had begun");
+    sim.fake(0).paused = false;
+    sim.settle();
+    assert_eq!(sim.began(0).last(), Some(&model(3)));
+    assert!((0..4).all(|job| sim.status(job) == JobStatus::Completed));
 }
 
 /// Each of two nodes copies, in its only place, what the other one would have to download in its only place.
