@@ -469,7 +469,9 @@ mod tests {
             assert!(error.contains(says), "{args:?}: {error}");
         }
         for wrong in ["0", "10001", "-1", "many"] {
-            let error = read(&["--max-transfers", wrong]).unwrap_err().to_string();
+            let error = read(&[&format!("--max-transfers={wrong}")])
+                .unwrap_err()
+                .to_string();
             assert!(error.contains("--max-transfers"), "{error}");
         }
         assert!(read(&["--label", "norack"]).is_err());

@@ -129,9 +129,9 @@ pub(crate) fn op() -> impl Strategy<Value = Op> {
         2 => (0..NODES, 0u8..3, prop::bool::weighted(0.1)).prop_map(|(i, status, stale)| Op::Status { i, status, stale }),
         1 => (0..NODES, 0u64..8).prop_map(|(i, blocks)| Op::Free { i, blocks }),
         2 => (0usize..2, 0u32..3, prop::bool::weighted(0.2)).prop_map(|(which, index, wrong)| Op::Part { which, index, wrong }),
-        8 => (0..JOBS, 0..MODELS, prop_oneof![4 => Just(0usize), 1 => Just(1)], 0..NODES, 1u8..16, 1u32..4, prop::option::weighted(0.2, 0u64..200_000), prop_oneof![7 => Just(0i8), 1 => -11i8..12])
+        8 => (0..JOBS, 0..MODELS, prop_oneof![4 => Just(0usize), 1 => Just(1)], 0..NODES, 1u8..16, 1u32..4, prop::option::weighted(0.2, 0u64..200_000), prop_oneof![3 => Just(0i8), 1 => -11i8..12])
             .prop_map(|(job, m, v, seed, targets, attempts, deadline_ms, priority)| Op::Create { job, m, v, seed, targets, attempts, deadline_ms, priority }),
-        1 => (0..=SUPPORTED_CLUSTER_VERSION).prop_map(|version| Op::Version { version }),
+        2 => (1..=SUPPORTED_CLUSTER_VERSION + 1).prop_map(|version| Op::Version { version }),
         2 => (0..JOBS).prop_map(|job| Op::Cancel { job }),
         10 => (0..JOBS, prop::option::weighted(0.1, 0..NODES), prop_oneof![9 => Just(0u64), 1 => 1u64..3]).prop_map(|(job, node, off)| Op::Acquire { job, node, off }),
         8 => (0..MODELS, 1u8..16, prop_oneof![9 => Just(0u64), 1 => 1u64..3]).prop_map(|(m, nodes, off)| Op::Replicate { m, nodes, off }),
