@@ -565,6 +565,10 @@ async fn a_restore_half_way_through_a_job_takes_no_report_of_the_old_life() -> R
         replay.first_index <= begin && replay.last_index == end,
         "the whole new life is judged"
     );
+    assert!(
+        replay.stale_reports > 0,
+        "no report of the old life reached the log: nothing was tried"
+    );
     assert_eq!((replay.stale_changes, replay.state_faults), (vec![], vec![]));
     Ok(())
 }
