@@ -158,7 +158,9 @@ pub fn named() -> Vec<Named> {
     add("nodes-1000", "64 GiB, 10 Gbit/s", thousand(), once);
     let mut s = thousand().in_racks(4);
     s.spine = Some(0.25);
+    // A block comes in by one gateway and goes on from there: that is a way more for each of them.
     let into_racks = Limits {
+        ratio: Some(1.30),
         cross_copies: Some(1.3),
         ..once
     };
