@@ -107,7 +107,13 @@ impl StateMachine for Machine {
     }
 
     fn restore(&mut self, snapshot: &[u8]) -> Result<(), String> {
-        let state = State::decode_snapshot(snapshot).map_err(|error| error.to_string())?;
+        let state = State::decode_snapshot(snapshot).map_err(|error| match error {
+            codec::CodecError::UnknownVersion { .. } => self.give_up(format!(
+                "the snapshot cannot be read by this program ({error}): it was written by a newer version; start that \
+                 version on this master"
+            )),
+            error => error.to_string(),
+        })?;
         version::check(state.cluster_version()).map_err(|why| self.give_up(why))?;
         self.state = state;
         let _ = self.changes.send(Change::Everything);
@@ -143,6 +149,7 @@ mod tests {
         let (mut machine, _changes) = Machine::new();
         machine.apply(log_id(1, 1), &tick(5_000)).unwrap();
         assert!(machine.restore(&[1, 2, 3]).is_err());
+        assert!(machine.too_old().is_none(), "it is damaged, and not new");
         assert_eq!(machine.state().time_ms(), 5_000);
     }
 
@@ -150,6 +157,11 @@ mod tests {
     fn what_only_a_newer_program_can_apply_is_refused_and_said() {
         let (mut machine, _changes) = Machine::new();
         let why = machine.apply(log_id(1, 1), &[200, 1, 2, 3]).unwrap_err();
+        assert!(why.contains("written by a newer version"), "{why}");
+        assert_eq!(machine.too_old().map(|said| said.to_string()), Some(why));
+
+        let (mut machine, _changes) = Machine::new();
+        let why = machine.restore(&[200, 1, 2, 3]).unwrap_err();
         assert!(why.contains("written by a newer version"), "{why}");
         assert_eq!(machine.too_old().map(|said| said.to_string()), Some(why));
 

@@ -36,6 +36,7 @@ pub fn plan(state: &State, observed: &Observed, now_ms: u64) -> Vec<Intent> {
         downloads: BTreeMap::new(),
         places: BTreeMap::new(),
         can_be_had: BTreeMap::new(),
+        given_bytes: BTreeMap::new(),
     };
     plan.upkeep();
     plan.judge_nodes();
@@ -59,6 +60,8 @@ struct Plan<'a> {
     places: BTreeMap<&'a NodeId, places::Places>,
     /// See [`Plan::can_be_had`], as far as somebody asked.
     can_be_had: BTreeMap<&'a ModelRef, bool>,
+    /// Space that this plan gives away, by node.
+    given_bytes: BTreeMap<&'a NodeId, u64>,
 }
 
 impl<'a> Plan<'a> {

@@ -252,13 +252,14 @@ impl<'a> Plan<'a> {
         }
     }
 
-    /// How much space an attempt on the node may still take; `None`: a newer measurement must be committed first,
-    /// since the recorded one would refuse it.
+    /// How much space an attempt on the node may still take. `None`: a newer measurement must be committed first, since
+    /// the recorded one would refuse it; or what went before in the line must, since both together do not fit: who gets
+    /// the space is not for the order of the commands to decide.
     fn reserve(
         &mut self,
         model: &ModelRef,
         artifact: &Artifact,
-        id: &NodeId,
+        id: &'a NodeId,
         session: &Session,
     ) -> Option<u64> {
         // Staging is preallocated: what was begun has its space.
@@ -268,11 +269,13 @@ impl<'a> Plan<'a> {
             .is_some_and(|h| h.generation == artifact.generation && h.manifest == artifact.manifest);
         let reserve_bytes = if begun { 0 } else { artifact.total_size_bytes };
         let node = self.state.node(id)?;
-        let short = self
-            .state
-            .unreserved_bytes(id)
-            .is_some_and(|free| free < reserve_bytes);
-        if short
+        let free = self.state.unreserved_bytes(id);
+        let given = self.given_bytes.entry(id).or_default();
+        if free.is_some_and(|free| free >= reserve_bytes && free - reserve_bytes < *given) {
+            return None;
+        }
+        *given += reserve_bytes;
+        if free.is_some_and(|free| free < reserve_bytes)
             && let Some(space) = session.space
             && space.measured_ms > node.free_at_ms
         {

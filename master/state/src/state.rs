@@ -404,7 +404,10 @@ impl State {
     /// Whether the node is about to fetch bytes of the model: an attempt runs there, or the next one comes after a pause.
     /// A node that holds every byte and has only to publish fetches nothing.
     pub fn is_under_way(&self, model: &ModelRef, node: &NodeId) -> bool {
-        let Some(placement) = self.artifact(model).and_then(|a| a.placements.get(node)) else {
+        let Some(artifact) = self.artifact(model) else {
+            return false;
+        };
+        let Some(placement) = artifact.placements.get(node) else {
             return false;
         };
         let same = self
@@ -412,10 +415,39 @@ impl State {
             .is_some_and(|n| n.incarnation == placement.incarnation);
         let runs = match placement.state {
             PlacementState::Acquiring => true,
-            PlacementState::Planned => placement.failures > 0 && self.is_waited_for(model, node),
+            PlacementState::Planned => {
+                placement.failures > 0
+                    && (self.is_target(model, node) || self.downloads_again(model, artifact, node, placement))
+            }
             PlacementState::Staged | PlacementState::Failed => false,
         };
         same && !placement.whole && runs
+    }
+
+    /// Whether a live job has the node among its targets, and no end for it yet.
+    fn is_target(&self, model: &ModelRef, node: &NodeId) -> bool {
+        self.live_jobs_of(model).any(|(_, job)| {
+            job.position(node)
+                .is_some_and(|at| job.is_requested(at) && !job.views[at].is_finished())
+        })
+    }
+
+    /// Whether the next download is this node's: it failed at one, nobody else downloads or has it, and it is the seed of
+    /// a live job, of one whose first copies are gone too.
+    fn downloads_again(
+        &self,
+        model: &ModelRef,
+        artifact: &Artifact,
+        node: &NodeId,
+        placement: &Placement,
+    ) -> bool {
+        placement.kind == TaskKind::Acquire
+            && artifact.acquiring.is_none()
+            && !self.is_available(artifact)
+            && self.live_jobs_of(model).any(|(_, job)| {
+                let open = || job.position(node).is_some_and(|at| !job.views[at].is_finished());
+                job.seed == *node && (job.seeded || open())
+            })
     }
 
     /// Whether a live job would notice if this node went down now: something runs there or waits to, or it holds

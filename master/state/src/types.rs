@@ -1,5 +1,5 @@
 //! What the state is made of. Every type here is in snapshots: fields and variants are frozen in their
-//! order; a change needs a new [`crate::SNAPSHOT_VERSION`].
+//! order; what is added goes behind them, in a new version of the snapshot ([`crate::SNAPSHOT_VERSION_2`]).
 
 use crate::bytes::Bytes;
 use mooncake_proto::{

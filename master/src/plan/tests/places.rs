@@ -164,6 +164,36 @@ fn a_higher_priority_goes_first_then_the_older_job() {
     );
 }
 
+/// Two models that together do not fit: the space is the more urgent one's, whatever their names are.
+#[test]
+fn the_higher_priority_gets_the_space() {
+    let mut sim = Sim::new(3);
+    sim.prioritise();
+    for job in 0..2 {
+        sim.create_with(job, job, 0, &[0], 0);
+    }
+    sim.settle();
+    let largest = (0..2).map(|m| manifest(m).total_size_bytes).max().unwrap();
+    let free = Command::SetNodeFree {
+        node: node(1),
+        incarnation: 1,
+        capacity_bytes: 1 << 30,
+        free_bytes: largest + 1,
+        measured_ms: sim.now,
+        now_ms: sim.now,
+    };
+    sim.apply(free);
+    // Both are there to be copied at once; by name the less urgent one comes first.
+    sim.create_with(2, 0, 0, &[1], 0);
+    sim.create_with(3, 1, 0, &[1], 1);
+    sim.settle();
+    assert_eq!(sim.began(1), models(&[1]));
+    assert_eq!(
+        (sim.status(2), sim.status(3)),
+        (JobStatus::Failed, JobStatus::Completed)
+    );
+}
+
 #[test]
 fn a_model_has_the_priority_of_whoever_wants_it_there() {
     let mut sim = Sim::new(3);
@@ -350,6 +380,62 @@ fn a_transfer_keeps_its_place_between_two_attempts() {
         (sim.status(2), sim.status(3)),
         (JobStatus::Failed, JobStatus::Completed)
     );
+}
+
+/// Its first copies are gone, so that a seed which no job waits for any more downloads once more.
+#[test]
+fn a_seed_that_downloads_again_keeps_its_place_between_two_attempts() {
+    let mut sim = Sim::new(3);
+    sim.prioritise();
+    sim.create_with(0, 0, 1, &[1], 0);
+    sim.settle();
+    // Seeded at once: node 1 has it. Node 2 gets nothing as long as it is not there.
+    sim.limit(0, 1);
+    sim.limit(2, 1);
+    sim.fake(2).paused = true;
+    sim.create_with(1, 0, 0, &[2], 5);
+    sim.settle();
+    assert!(sim.job(1).seeded);
+    sim.fake(0).fails = Some(failure(true));
+    sim.kill(1);
+    sim.pass(sim.observed.config.grace_ms + 1);
+    assert_eq!(sim.began(0), models(&[0]));
+    assert!(sim.running(0).is_empty());
+    sim.create_with(2, 2, 0, &[0], -5);
+    sim.settle();
+    assert!(sim.running(0).is_empty(), "the pause is the first one's");
+    assert!(sim.waits_for(2).is_some());
+    sim.fake(2).paused = false;
+    sim.pass(1_000);
+    assert_eq!(sim.began(0), models(&[0, 0, 2]));
+    assert!(
+        [1, 2]
+            .into_iter()
+            .all(|job| sim.status(job) == JobStatus::Completed)
+    );
+}
+
+/// Another seed downloads meanwhile, and this one is no target: nothing comes to it any more.
+#[test]
+fn a_seed_whose_download_another_one_took_over_keeps_no_place() {
+    let mut sim = Sim::new(3);
+    sim.prioritise();
+    sim.limit(0, 1);
+    sim.fake(0).fails = Some(failure(true));
+    sim.create_with(0, 0, 0, &[2], 0);
+    sim.settle();
+    assert_eq!(sim.began(0), models(&[0]));
+    sim.fake(1).paused = true;
+    sim.create_with(1, 0, 1, &[2], 5);
+    sim.settle();
+    assert_eq!(sim.running(1), models(&[0]));
+    sim.create_with(2, 2, 0, &[0], -5);
+    sim.settle();
+    assert_eq!(sim.began(0), models(&[0, 2]), "the place is free");
+    assert_eq!(sim.status(2), JobStatus::Completed);
+    sim.fake(1).paused = false;
+    sim.settle();
+    assert!((0..2).all(|job| sim.status(job) == JobStatus::Completed));
 }
 
 #[test]
