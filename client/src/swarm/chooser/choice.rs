@@ -200,12 +200,16 @@ impl Chooser {
         })
     }
 
-    /// From when on a block is late. By the median of the peers: one that is slow does not make lateness usual.
+    /// From when on a block is late. By the median of the peers, of two in the middle by the quicker one: one that is
+    /// slow does not make lateness usual.
     fn late_after_us(&self) -> u64 {
         let peers = self.peers.values();
         let mut usual: Vec<f64> = peers.filter_map(|p| p.pace.usual_latency_us()).collect();
         usual.sort_by(f64::total_cmp);
-        let median = usual.get(usual.len() / 2).copied().unwrap_or(0.0);
+        let median = usual
+            .get(usual.len().saturating_sub(1) / 2)
+            .copied()
+            .unwrap_or(0.0);
         ENDGAME_AGE_US.max((ENDGAME_TIMES_USUAL * median) as u64)
     }
 
