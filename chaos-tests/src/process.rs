@@ -191,13 +191,7 @@ impl Process {
     /// Peak resident memory so far, in bytes (`VmHWM`).
     pub fn peak_memory_bytes(&self) -> Result<u64> {
         let pid = self.pid().context("not running")?;
-        let status = std::fs::read_to_string(format!("/proc/{pid}/status"))?;
-        let line = status
-            .lines()
-            .find_map(|l| l.strip_prefix("VmHWM:"))
-            .context("no VmHWM")?;
-        let kib: u64 = line.trim().trim_end_matches(" kB").trim().parse()?;
-        Ok(kib << 10)
+        peak_memory_bytes(pid)
     }
 
     /// Starts a new measurement of [`peak_memory_bytes`](Self::peak_memory_bytes).
@@ -241,6 +235,17 @@ impl Process {
             lines[from..].join("\n")
         )
     }
+}
+
+/// Peak resident memory of a process so far, in bytes (`VmHWM`).
+pub fn peak_memory_bytes(pid: u32) -> Result<u64> {
+    let status = std::fs::read_to_string(format!("/proc/{pid}/status"))?;
+    let line = status
+        .lines()
+        .find_map(|l| l.strip_prefix("VmHWM:"))
+        .context("no VmHWM")?;
+    let kib: u64 = line.trim().trim_end_matches(" kB").trim().parse()?;
+    Ok(kib << 10)
 }
 
 /// Variables of whoever runs the tests that the processes under test would obey.

@@ -10,7 +10,11 @@ use mooncake_chaos::{
     report::{cores, exit_code, print_if_interrupted},
 };
 use parking_lot::Mutex;
-use std::{path::Path, process::ExitCode, sync::Arc};
+use std::{
+    path::{Path, PathBuf},
+    process::ExitCode,
+    sync::Arc,
+};
 
 /// Moves a model from one node to another over unshaped links, in turn with a floor that only reads, digests, writes and
 /// syncs, and compares CPU seconds per GiB of the receivers and throughput.
@@ -36,6 +40,10 @@ struct Arguments {
     /// Nodes and floor write to memory instead of the disk.
     #[arg(long)]
     memory: bool,
+    /// A Python that has Mooncake Store (`scripts/mooncake-store.sh` makes one and prints it): its get over TCP is
+    /// measured beside, from memory into memory, without digests and files
+    #[arg(long, value_name = "PYTHON")]
+    mooncake_store: Option<PathBuf>,
     /// JSON instead of the table: one object per line.
     #[arg(long)]
     json: bool,
@@ -64,7 +72,7 @@ fn measure(arguments: &Arguments) -> Result<bool> {
     };
     let folder = tempfile::Builder::new().prefix("mooncake-model-").tempdir()?;
     let report = Arc::new(Mutex::new(Report::new(setup, arguments.runs)));
-    let json = arguments.json;
+    let (json, store) = (arguments.json, arguments.mooncake_store.clone());
     print_if_interrupted({
         let (report, folder) = (Arc::clone(&report), folder.path().to_owned());
         move || {
@@ -73,15 +81,15 @@ fn measure(arguments: &Arguments) -> Result<bool> {
         }
     });
     let runtime = tokio::runtime::Runtime::new()?;
-    let done = runtime.block_on(all(arguments.runs, setup, folder.path(), &report));
+    let loopback = Loopback::prepare(setup, folder.path(), store)?;
+    let done = runtime.block_on(all(arguments.runs, &loopback, &report));
     let report = report.lock();
     print(&report, json);
     done?;
     Ok(report.broken().is_empty())
 }
 
-async fn all(runs: usize, setup: Setup, folder: &Path, report: &Mutex<Report>) -> Result<()> {
-    let loopback = Loopback::prepare(setup, folder)?;
+async fn all(runs: usize, loopback: &Loopback, report: &Mutex<Report>) -> Result<()> {
     let bar = ProgressBar::new(runs as u64);
     for _ in 0..runs {
         let measured = loopback.run().await?;

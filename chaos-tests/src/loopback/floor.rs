@@ -1,9 +1,12 @@
 //! The floor's two ends, each a process of its own: this program with [`FLAG`] first.
 
 use super::{Cpu, RECEIVER, SEED, Sample, Setup};
-use crate::testbed::{
-    Testbed, client_host,
-    tool::{Start, Tool},
+use crate::{
+    process::peak_memory_bytes,
+    testbed::{
+        Testbed, client_host,
+        tool::{Start, Tool},
+    },
 };
 use anyhow::{Context, Result, ensure};
 use mooncake_proto::{digest::Algorithm, manifest::block_size_for};
@@ -111,6 +114,7 @@ fn receive(order: &Order) -> Result<Sample> {
     Ok(Sample {
         took_s: began.elapsed().as_secs_f64(),
         cpu: Cpu::of(std::process::id())? - before,
+        peak_rss_bytes: peak_memory_bytes(std::process::id())?,
     })
 }
 

@@ -9,11 +9,14 @@
 //! place, and syncs at the end: one thread and one connection for each core, a sender with `sendfile`. It has no
 //! journal, asks nobody, and finds nothing wrong.
 //!
+//! Beside both, if wanted, Mooncake Store ([`store`]).
+//!
 //! Not measured: the sender; a machine for each host (masters and seed have a share of the cores).
 
 mod cpu;
 pub mod floor;
 mod report;
+mod store;
 
 pub use cpu::Cpu;
 pub use report::{Measured, Report};
@@ -21,6 +24,7 @@ pub use report::{Measured, Report};
 use crate::{
     broadcast::mooncake::{WAIT, Watch},
     model::{Model, Prepared},
+    process::peak_memory_bytes,
     testbed::{Testbed, TestbedOptions},
 };
 use anyhow::{Context, Result};
@@ -63,6 +67,8 @@ pub struct Sample {
     pub took_s: f64,
     /// Of the receiver meanwhile.
     pub cpu: Cpu,
+    /// Most memory that the receiver had resident in its life; of Mooncake Store what it receives into, too.
+    pub peak_rss_bytes: u64,
 }
 
 /// The model, made once.
@@ -70,11 +76,16 @@ pub struct Loopback {
     setup: Setup,
     prepared: Prepared,
     folder: PathBuf,
+    /// A Python that has Mooncake Store.
+    store: Option<PathBuf>,
 }
 
 impl Loopback {
-    /// Makes the model below `folder`.
-    pub fn prepare(setup: Setup, folder: &Path) -> Result<Self> {
+    /// Makes the model below `folder`. `store`: a Python that has Mooncake Store, which is then measured beside.
+    pub fn prepare(setup: Setup, folder: &Path, store: Option<PathBuf>) -> Result<Self> {
+        if let Some(python) = &store {
+            store::is_there(python)?;
+        }
         let mut model = Model::create(folder, "loopback", &[(MODEL, setup.size_bytes)])?;
         model.chunk_size = setup.chunk_bytes;
         File::open(folder.join(MODEL))?.sync_all()?;
@@ -82,10 +93,11 @@ impl Loopback {
             setup,
             prepared: Prepared::of(model)?,
             folder: folder.to_owned(),
+            store,
         })
     }
 
-    /// The floor and the product, one after the other, on a testbed of their own.
+    /// The floor, the product and whoever else, one after the other, on a testbed of their own.
     pub async fn run(&self) -> Result<Measured> {
         let size = self.setup.size_bytes;
         let mut bed = Testbed::start(TestbedOptions {
@@ -110,8 +122,19 @@ impl Loopback {
         let floor = floor.await.context("the floor does not end")??;
         let product = tokio::time::timeout(patience, self.product(&mut bed, &base)).await;
         let product = product.with_context(|| format!("no end\n{}", bed.cluster.log_tails()))??;
+        let store = match &self.store {
+            Some(python) => {
+                let got = tokio::time::timeout(patience, store::get(&bed, python, size));
+                Some(got.await.context("Mooncake Store does not end")??)
+            }
+            None => None,
+        };
         bed.finish();
-        Ok(Measured { floor, product })
+        Ok(Measured {
+            floor,
+            product,
+            store,
+        })
     }
 
     async fn product(&self, bed: &mut Testbed, base: &str) -> Result<Sample> {
@@ -129,10 +152,12 @@ impl Loopback {
             watch.look(bed, WAIT).await?;
         }
         let cpu = Cpu::of(receiver)? - before;
+        let peak_rss_bytes = peak_memory_bytes(receiver)?;
         let (took, _) = watch.since(began).remove(&RECEIVER).context("just staged")?;
         Ok(Sample {
             took_s: took.as_secs_f64(),
             cpu,
+            peak_rss_bytes,
         })
     }
 }

@@ -18,6 +18,8 @@ pub struct Measured {
     pub floor: Sample,
     /// What the product did.
     pub product: Sample,
+    /// What Mooncake Store did, if it was asked for.
+    pub store: Option<Sample>,
 }
 
 /// Complete at every moment.
@@ -46,7 +48,7 @@ impl Report {
     }
 
     fn median(&self, of: impl Fn(&Measured) -> f64) -> Option<f64> {
-        median_and_worst(self.measured.iter().map(of)).map(|(median, _)| median)
+        median(self.measured.iter().map(of))
     }
 
     fn gib(&self) -> f64 {
@@ -95,15 +97,21 @@ impl Report {
             "CPU s/GiB",
             "s",
             "MiB/s",
+            "RSS MiB",
         ]);
         let gib = self.gib();
         for (name, of) in SIDES {
+            let samples = || self.measured.iter().filter_map(of);
+            if samples().next().is_none() && name == STORE {
+                continue;
+            }
             let per_gib = |what: fn(&Sample) -> f64| {
-                let median = self.median(|m| what(of(m)));
+                let median = median(samples().map(what));
                 median.map_or("–".into(), |s| format!("{:.3}", s / gib))
             };
-            let took = self.median(|m| of(m).took_s);
-            let runs = match self.measured.len() {
+            let took = median(samples().map(|s| s.took_s));
+            let peak = samples().map(|s| s.peak_rss_bytes).max();
+            let runs = match samples().count() {
                 all if all == self.runs => all.to_string(),
                 some => format!("{some} of {}", self.runs),
             };
@@ -115,6 +123,7 @@ impl Report {
                 per_gib(|s| s.cpu.total_s()),
                 took.map_or("–".into(), |s| format!("{s:.2}")),
                 took.map_or("–".into(), |s| format!("{:.0}", gib * 1024.0 / s)),
+                peak.map_or("–".into(), |bytes| (bytes >> 20).to_string()),
             ];
             let mut cells = vec![Cell::new(name)];
             cells.extend(numbers.map(right));
@@ -128,7 +137,7 @@ impl Report {
             );
         }
         text += &format!(
-            "medians, seconds of CPU per GiB; softirq is that of the whole machine. {} MiB in chunks of {} KiB; the floor \
+            "medians, seconds of CPU per GiB; softirq is that of the whole machine; RSS is the largest of all runs. {} MiB in chunks of {} KiB; the floor \
              has {} streams; folders {}.\n{} cores; load average {:.2} before, {:.2} after.\n",
             self.setup.size_bytes >> 20,
             self.setup.chunk_bytes >> 10,
@@ -142,6 +151,9 @@ impl Report {
             self.load_before,
             load_average(),
         );
+        if self.measured.iter().any(|m| m.store.is_some()) {
+            text += "mooncake store: its get over TCP from memory into memory; it checks no digest and writes no file.\n";
+        }
         for what in self.broken() {
             text += &format!("DOES NOT HOLD: {what}\n");
         }
@@ -154,7 +166,7 @@ impl Report {
         let mut lines = Vec::new();
         for measured in &self.measured {
             for (name, of) in SIDES {
-                let sample = of(measured);
+                let Some(sample) = of(measured) else { continue };
                 lines.push(json!({
                     "kind": "loopback",
                     "receiver": name,
@@ -163,6 +175,7 @@ impl Report {
                     "softirq_s_per_gib": sample.cpu.softirq_s / gib,
                     "cpu_s_per_gib": sample.cpu.total_s() / gib,
                     "took_s": sample.took_s,
+                    "peak_rss_bytes": sample.peak_rss_bytes,
                 }));
             }
         }
@@ -184,8 +197,17 @@ impl Report {
     }
 }
 
-type Side = (&'static str, fn(&Measured) -> &Sample);
-const SIDES: [Side; 2] = [("floor", |m| &m.floor), ("mooncake", |m| &m.product)];
+type Side = (&'static str, fn(&Measured) -> Option<&Sample>);
+const STORE: &str = "mooncake store";
+const SIDES: [Side; 3] = [
+    ("floor", |m| Some(&m.floor)),
+    ("mooncake", |m| Some(&m.product)),
+    (STORE, |m| m.store.as_ref()),
+];
+
+fn median(of: impl Iterator<Item = f64>) -> Option<f64> {
+    median_and_worst(of).map(|(median, _)| median)
+}
 
 #[cfg(test)]
 mod tests {
@@ -200,6 +222,7 @@ mod tests {
                 system_s: 0.5,
                 softirq_s: 0.5,
             },
+            peak_rss_bytes: 30 << 20,
         }
     }
 
@@ -215,6 +238,7 @@ mod tests {
             report.add(Measured {
                 floor: *floor,
                 product: *product,
+                store: None,
             });
         }
         report
@@ -238,5 +262,15 @@ mod tests {
         assert_eq!(report(&[outlier]).broken().len(), 2);
         assert_eq!(report(&[]).broken().len(), 0);
         assert!(report(&[]).text().contains("0 of 5"));
+    }
+
+    #[test]
+    fn who_was_asked_for_has_a_row_and_no_say() {
+        let mut asked = report(&[(sample(2.0, 1.0), sample(2.0, 1.0))]);
+        assert!(!asked.text().contains(STORE));
+        asked.measured[0].store = Some(sample(0.1, 0.1));
+        assert!(asked.text().contains(STORE), "{}", asked.text());
+        assert_eq!(asked.json_lines()[2]["receiver"], STORE);
+        assert_eq!(asked.broken(), Vec::<String>::new());
     }
 }

@@ -9,7 +9,7 @@ use std::{
     process::{Command, Stdio},
     time::{Duration, Instant},
 };
-use tokio::process::{Child, ChildStdout};
+use tokio::process::{Child, ChildStdin, ChildStdout};
 
 const POLL: Duration = Duration::from_millis(10);
 /// How long until a server listens, on a busy machine.
@@ -89,6 +89,18 @@ impl Tool {
         stdout.with_context(|| format!("the output of {} is not read here", self.name))
     }
 
+    /// What it is told, if that is a pipe and was not taken yet.
+    pub fn stdin(&mut self) -> Result<ChildStdin> {
+        let stdin = self.child.stdin.take();
+        stdin.with_context(|| format!("{} is told nothing from here", self.name))
+    }
+
+    /// Of its process.
+    pub fn pid(&self) -> Result<u32> {
+        let pid = self.child.id();
+        pid.with_context(|| format!("{} ended{}", self.name, self.said()))
+    }
+
     /// Its name.
     pub fn name(&self) -> &str {
         &self.name
@@ -122,7 +134,7 @@ impl Tool {
                     self.said()
                 );
             }
-            let pid = self.child.id().context("it runs")?;
+            let pid = self.pid()?;
             for table in ["tcp", "tcp6"] {
                 // Of its own namespace. There may be no IPv6.
                 let table = std::fs::read_to_string(format!("/proc/{pid}/net/{table}")).unwrap_or_default();
