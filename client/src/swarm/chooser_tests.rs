@@ -464,6 +464,27 @@ fn what_takes_as_long_as_everything_does_is_not_late() {
 }
 
 #[test]
+fn of_two_peers_the_slow_one_does_not_say_what_is_late() {
+    const SLOW_US: u64 = 5_000_000;
+    let mut c = chooser(3);
+    for n in 0..2 {
+        add(&mut c, n, traits(n, false));
+        c.announce(n, n, 0);
+    }
+    assert_eq!(drain(&mut c, 0).len(), 2);
+    for (peer, at_us) in [(0, 50_000), (1, SLOW_US)] {
+        c.delivered(peer, peer, BS.into(), at_us);
+        c.obtained(peer);
+    }
+    c.announce(1, 2, SLOW_US);
+    assert_eq!(drain(&mut c, SLOW_US)[0].peer, 1);
+    c.announce(0, 2, SLOW_US);
+    assert_eq!(c.next(SLOW_US + ENDGAME_AGE_US - 1), None);
+    let again = c.next(SLOW_US + ENDGAME_AGE_US).map(|p| (p.peer, p.block));
+    assert_eq!(again, Some((0, 2)));
+}
+
+#[test]
 fn a_new_peer_gets_one_block_to_prove_itself() {
     let mut c = chooser(20);
     c.add_peer(1, traits(1, false));
@@ -507,6 +528,39 @@ fn the_window_follows_the_path() {
     assert!(most <= 60, "the window grew to {most}");
     let ideal = 4000 * 2621;
     assert!(now < ideal * 11 / 10, "took {now} us, the wire alone {ideal}");
+}
+
+/// On one host, or in one rack, a block is there sooner than the task that waits for it gets a core, mostly.
+#[test]
+fn a_short_path_is_kept_busy_by_a_busy_node() {
+    const WAITS_US: u64 = 2_000;
+    let mut c = chooser(8000);
+    add(&mut c, 0, traits(0, false));
+    (0..8000).for_each(|b| {
+        c.announce(0, b, 0);
+    });
+    // 1 GB/s with 0.1 ms of latency.
+    let (mut now, mut wire_free, mut flying) = (0, 0, std::collections::VecDeque::new());
+    let (mut most, mut looks) = (0, 0);
+    while !c.whole() {
+        for p in drain(&mut c, now) {
+            wire_free = now.max(wire_free) + 262;
+            flying.push_back((wire_free + 100, p.block));
+        }
+        most = most.max(flying.len());
+        looks += 1;
+        now = match looks % 16 {
+            0 => now.max(flying[0].0),
+            _ => now + WAITS_US,
+        };
+        while let Some((_, block)) = flying.pop_front_if(|(at, _)| *at <= now) {
+            assert!(c.delivered(0, block, BS.into(), now).wanted);
+            c.obtained(block);
+        }
+    }
+    let ideal = 8000 * 262;
+    assert!(now < ideal * 12 / 10, "took {now} us, the wire alone {ideal}");
+    assert!(most <= 64, "the window grew to {most}");
 }
 
 #[derive(Clone, Debug)]

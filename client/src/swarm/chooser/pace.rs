@@ -10,9 +10,13 @@ const WINDOW_START: u32 = 4;
 pub(super) const WINDOW_MIN: u32 = 2;
 /// How long a measured latency counts. After it the window goes down for one round trip to measure again.
 const PROBE_US: u64 = 10_000_000;
-/// Blocks, and time, over which a rate is measured.
+/// Blocks, and time, over which a rate is measured: so many blocks, but not what a busy node took in at one go.
 const MEASURE_BLOCKS: f64 = 4.0;
+const MEASURE_LEAST_US: u64 = 5_000;
 const MEASURE_US: u64 = 100_000;
+/// What the window covers beside the path: how long the tasks at both ends may take to get round to a block. On a path
+/// whose latency is small beside it, the window would else be empty whenever one of them waits for a core.
+const HOPS_US: f64 = 5_000.0;
 /// Weight of the newest in the usual latency.
 const SMOOTHING: f64 = 0.2;
 
@@ -113,7 +117,7 @@ impl Pace {
         self.measured_bytes += answer.bytes;
         let span = now_us - self.measured_from_us;
         let enough = self.measured_bytes as f64 >= MEASURE_BLOCKS * self.block_size || span > MEASURE_US;
-        if span > 0 && enough {
+        if span >= MEASURE_LEAST_US && enough {
             let now_rate = self.measured_bytes as f64 / span as f64;
             // Up at once; down slowly, and only if there was enough asked to show what the path can do.
             let busy = answer.outstanding as u32 + 1 >= self.window / 2;
@@ -129,7 +133,7 @@ impl Pace {
         } else if self.rate > 0.0
             && let Some(base) = self.base_latency_us()
         {
-            let wanted = (2.0 * self.rate * base / self.block_size).ceil() as u32 + 1;
+            let wanted = ((2.0 * base + HOPS_US) * self.rate / self.block_size).ceil() as u32 + 1;
             self.window = wanted.clamp(WINDOW_MIN, self.window_max);
         }
     }
