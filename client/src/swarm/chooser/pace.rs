@@ -49,6 +49,8 @@ pub(super) struct Pace {
     probing: bool,
     measured_bytes: u64,
     measured_from_us: u64,
+    /// Since when nothing is outstanding, if a block was the last that was.
+    idle_since_us: Option<u64>,
 }
 
 impl Pace {
@@ -64,6 +66,7 @@ impl Pace {
             probing: false,
             measured_bytes: 0,
             measured_from_us: 0,
+            idle_since_us: None,
         }
     }
 
@@ -85,7 +88,10 @@ impl Pace {
 
     /// Nothing is outstanding and something is asked for: what lies between is no measure of the path.
     pub(super) fn begins(&mut self, now_us: u64) {
-        (self.measured_bytes, self.measured_from_us) = (0, now_us);
+        match self.idle_since_us.take() {
+            Some(since_us) => self.measured_from_us += now_us - since_us,
+            None => (self.measured_bytes, self.measured_from_us) = (0, now_us),
+        }
     }
 
     /// The peer has no room.
@@ -128,6 +134,7 @@ impl Pace {
             }
             (self.measured_bytes, self.measured_from_us) = (0, now_us);
         }
+        self.idle_since_us = (answer.outstanding == 0).then_some(now_us);
         if self.probing {
             self.window = WINDOW_MIN;
         } else if self.rate > 0.0
