@@ -398,7 +398,9 @@ fn a_seed_that_downloads_again_keeps_its_place_between_two_attempts() {
     assert!(sim.job(1).seeded);
     sim.fake(0).fails = Some(failure(true));
     sim.kill(1);
-    sim.pass(sim.observed.config.grace_ms + 1);
+    while sim.state.node(&node(1)).unwrap().status != NodeStatus::Down {
+        sim.pass(1_000);
+    }
     assert_eq!(sim.began(0), models(&[0]));
     assert!(sim.running(0).is_empty());
     sim.create_with(2, 2, 0, &[0], -5);
