@@ -10,11 +10,7 @@ use mooncake_chaos::{
     report::{cores, exit_code, print_if_interrupted},
 };
 use parking_lot::Mutex;
-use std::{
-    path::{Path, PathBuf},
-    process::ExitCode,
-    sync::Arc,
-};
+use std::{path::PathBuf, process::ExitCode, sync::Arc};
 
 /// Moves a model from one node to another over unshaped links, in turn with a floor that only reads, digests, writes and
 /// syncs, and compares CPU seconds per GiB of the receivers and throughput.
