@@ -5,7 +5,9 @@ mod common;
 use std::collections::{BTreeMap, BTreeSet};
 use std::time::Duration;
 
-use common::{Local, PATIENCE, Setup, eventually, probe, raft_client, register, secret, serving, text};
+use common::{
+    Local, PATIENCE, Setup, eventually, probe, raft_client, register, secret, serving, settled, text,
+};
 use futures_util::StreamExt as _;
 use mooncake_master::consensus::{BootstrapError, NotReady, Options, ProposeError, ReadError, TransferError};
 use mooncake_proto::hello::{Purpose, Secret};
@@ -19,7 +21,7 @@ async fn three_masters_agree_and_answer() {
     let folder = tempfile::tempdir().unwrap();
     let setup = Setup::new(folder.path(), 3);
     let mut masters = setup.start_all().await;
-    let leader = serving(&masters).await;
+    let leader = settled(&masters).await;
 
     // A write on the leader, seen by everyone at the same index with the same digest.
     let written = masters[&leader].handle.propose(&register("a:1")).await.unwrap();
@@ -286,7 +288,7 @@ async fn many_writers_and_readers_at_once() {
     let folder = tempfile::tempdir().unwrap();
     let setup = Setup::new(folder.path(), 3);
     let masters = setup.start_all().await;
-    let leader = serving(&masters).await;
+    let leader = settled(&masters).await;
     let handle = masters[&leader].handle.clone();
     let tasks: Vec<_> = (0..32)
         .map(|task| {
@@ -323,7 +325,7 @@ async fn too_large_and_too_much_are_refused_before_the_log() {
     let folder = tempfile::tempdir().unwrap();
     let setup = Setup::new(folder.path(), 1);
     let masters = setup.start_all().await;
-    serving(&masters).await;
+    settled(&masters).await;
     let handle = &masters[&1].handle;
     let large = register(&"x".repeat(mooncake_proto::MAX_COMMAND_BYTES));
     assert!(matches!(

@@ -246,3 +246,17 @@ pub async fn serving(masters: &BTreeMap<u64, Local>) -> u64 {
         .expect("a leader")
         .0
 }
+
+/// [`serving`], and all of them, who are all members, are under the newest cluster version: from now on nothing gets into
+/// the log by itself.
+pub async fn settled(masters: &BTreeMap<u64, Local>) -> u64 {
+    let leader = serving(masters).await;
+    for master in masters.values() {
+        eventually("the newest cluster version", async || {
+            let version = master.handle.state().cluster_version();
+            (version == mooncake_state::SUPPORTED_CLUSTER_VERSION).then_some(())
+        })
+        .await;
+    }
+    leader
+}
