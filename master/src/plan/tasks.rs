@@ -133,13 +133,10 @@ impl<'a> Plan<'a> {
     /// The first job in the line whose seed can acquire, now or when what keeps it busy has ended. If that seed is between
     /// two attempts, it is waited for.
     fn next_seed(&mut self, model: &ModelRef, artifact: &Artifact) -> Option<(&'a JobId, &'a Job)> {
-        let candidates = self.state.live_jobs_of(model).filter(|(_, job)| {
-            let open = job
-                .position(&job.seed)
-                .is_some_and(|at| !job.views[at].is_finished());
-            (open || job.seeded) && self.ready(&job.seed).is_some()
-        });
-        let candidates: Vec<_> = candidates.collect();
+        let jobs = self.state.live_jobs_of(model);
+        let candidates: Vec<_> = jobs
+            .filter(|(_, job)| job.may_download() && self.ready(&job.seed).is_some())
+            .collect();
         let roomy = candidates.into_iter().filter(|(_, job)| {
             *self.downloads_on(&job.seed) < MAX_ACQUISITIONS && self.has_place_for_download(model, &job.seed)
         });

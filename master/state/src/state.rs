@@ -395,10 +395,7 @@ impl State {
 
     /// Whether a live job waits for the model to be on the node.
     fn is_waited_for(&self, model: &ModelRef, node: &NodeId) -> bool {
-        self.live_jobs_of(model).any(|(_, job)| {
-            job.position(node)
-                .is_some_and(|at| !job.views[at].is_finished() && (job.is_requested(at) || !job.seeded))
-        })
+        self.live_jobs_of(model).any(|(_, job)| job.waits_for(node))
     }
 
     /// Whether the node is about to fetch bytes of the model: an attempt runs there, or the next one comes after a pause.
@@ -426,10 +423,8 @@ impl State {
 
     /// Whether a live job has the node among its targets, and no end for it yet.
     fn is_target(&self, model: &ModelRef, node: &NodeId) -> bool {
-        self.live_jobs_of(model).any(|(_, job)| {
-            job.position(node)
-                .is_some_and(|at| job.is_requested(at) && !job.views[at].is_finished())
-        })
+        let mut jobs = self.live_jobs_of(model);
+        jobs.any(|(_, job)| job.is_target(node) && job.is_open(node))
     }
 
     /// Whether the next download is this node's: it failed at one, nobody else downloads or has it, and it is the seed of
@@ -444,19 +439,15 @@ impl State {
         placement.kind == TaskKind::Acquire
             && artifact.acquiring.is_none()
             && !self.is_available(artifact)
-            && self.live_jobs_of(model).any(|(_, job)| {
-                let open = || job.position(node).is_some_and(|at| !job.views[at].is_finished());
-                job.seed == *node && (job.seeded || open())
-            })
+            && self
+                .live_jobs_of(model)
+                .any(|(_, job)| job.seed == *node && job.may_download())
     }
 
     /// Whether a live job would notice if this node went down now: something runs there or waits to, or it holds
     /// what live jobs want.
     pub fn is_needed(&self, node: &NodeId) -> bool {
-        let waited_for = self.live_jobs_on(node).any(|(_, job)| {
-            job.position(node)
-                .is_some_and(|at| !job.views[at].is_finished() && (job.is_requested(at) || !job.seeded))
-        });
+        let waited_for = self.live_jobs_on(node).any(|(_, job)| job.waits_for(node));
         waited_for
             || self.models_on(node).any(|model| {
                 let placement = self

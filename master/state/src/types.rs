@@ -247,6 +247,27 @@ impl Job {
             .chain((self.views.len() > self.targets.len()).then_some(&self.seed))
     }
 
+    /// Whether the node is among its targets, or its seed, and has come to no end there yet.
+    pub fn is_open(&self, node: &NodeId) -> bool {
+        self.position(node)
+            .is_some_and(|at| !self.views[at].is_finished())
+    }
+
+    /// Whether it waits for the model to be on the node: as a target, or as the seed of the first copy.
+    pub fn waits_for(&self, node: &NodeId) -> bool {
+        self.is_open(node) && (!self.seeded || self.is_target(node))
+    }
+
+    /// Whether the node is one that the caller asked for.
+    pub fn is_target(&self, node: &NodeId) -> bool {
+        self.position(node).is_some_and(|at| self.is_requested(at))
+    }
+
+    /// Whether its seed may download for it: for the first copy, or again when all copies are gone.
+    pub fn may_download(&self) -> bool {
+        self.seeded || self.is_open(&self.seed)
+    }
+
     /// Where `node` is in `views`.
     pub fn position(&self, node: &NodeId) -> Option<usize> {
         self.nodes().position(|n| n == node)
