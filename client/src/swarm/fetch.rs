@@ -8,7 +8,7 @@ use super::{
     BUDGET_UNIT_BYTES, Inner,
     bits::Bits,
     chooser::{Chooser, Decline, hash_id},
-    link::{Event, Link},
+    link::{Event, Link, lanes::lanes_for},
     repair::ListState,
     words::{Change, PeerIndex, Words},
 };
@@ -527,7 +527,26 @@ impl Fetch {
                 }
             }
         }
+        self.widen();
         self.dial_due();
+    }
+
+    /// As many lanes to each peer as its rate is worth.
+    fn widen(&self) {
+        for (peer, session) in &self.sessions {
+            let width = lanes_for(
+                self.chooser.bytes_per_s(*peer),
+                self.swarm.config.lane_bytes_per_s,
+            );
+            let Some(address) = self.address(&session.node_id) else {
+                continue;
+            };
+            if session.link.set_width(session.subscription, width) {
+                let (swarm, link, address) =
+                    (self.swarm.clone(), Arc::downgrade(&session.link), address.clone());
+                tokio::spawn(async move { swarm.links.widen(&address, &link).await });
+            }
+        }
     }
 
     fn slow_tick(&mut self) -> Result<(), TaskFailure> {

@@ -53,8 +53,9 @@ use turns::{Turn, Turns};
 
 /// Most data connections that are served: every node of the largest cluster dials at most one or two.
 const MAX_CONNECTIONS: usize = 2048;
-/// Most data connections of one node: one is what a node needs, a few more are there while it restarts.
-const MAX_CONNECTIONS_PER_NODE: usize = 8;
+/// Most data connections of one node: a link of the most lanes and those of a life before, which linger while it
+/// restarts, twice over.
+const MAX_CONNECTIONS_PER_NODE: usize = 4 * tcp::MAX_LANES;
 /// Connections whose hello is not done: strangers that stay silent must not use up the process.
 const MAX_HANDSHAKES: usize = 256;
 /// Most subscriptions on one connection: each costs a task. 4,096 artifacts in flight at once between two

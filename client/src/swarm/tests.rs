@@ -1,5 +1,7 @@
 //! Nodes in one process, on loopback, over real stores.
 
+mod lanes;
+
 use super::*;
 use crate::store::{
     NewArtifact, StoreConfig,

@@ -92,6 +92,11 @@ impl Fetch {
         self.dial_due();
     }
 
+    /// Where a node of the list is.
+    pub(super) fn address(&self, node_id: &str) -> Option<&PeerAddress> {
+        self.listed.get(node_id).map(|l| &l.address)
+    }
+
     fn near(&self, address: &PeerAddress) -> bool {
         match (&self.swarm.config.rack, address.labels.get("rack")) {
             (Some(own), Some(theirs)) => own == theirs,
