@@ -54,7 +54,7 @@ step clippy cargo clippy --quiet --workspace --all-targets -- -D warnings
 broken=mooncake-client/failpoints,mooncake-master/sabotage,mooncake-chaos/sabotage
 step crash cargo test --quiet --workspace --features $broken --test store_crash
 step sabotage bash -c "cargo build --quiet --workspace --bins --features $broken && cargo test --quiet --workspace --features $broken --test sabotage"
-step tests bash -c 'cargo build --quiet --workspace --bins && cargo test --workspace --all-targets --no-fail-fast'
+step tests bash -c 'cargo build --quiet --workspace --bins --examples && cargo test --workspace --all-targets --no-fail-fast'
 step quickstart scripts/test-quickstart.sh
 
 printf '\n==== summary\n'
