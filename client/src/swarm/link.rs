@@ -1,10 +1,10 @@
-//! The puller's end of a data connection, shared by every fetch that wants something of that peer.
+//! The puller's end of the connections to one peer, shared by every fetch that wants something of that peer.
 //!
 //! A fetch subscribes and from then on gets events; it requests blocks, each of which is answered exactly
 //! once (the budget's permit for the block's bytes travels with the request, so that what may arrive is
-//! always paid for). The connection closes when the last fetch lets go of its `Arc`.
+//! always paid for). The link ends when the last fetch lets go of its `Arc`.
 //!
-//! Where a peer is quicker than one connection is ([`lanes`]), further connections to it carry blocks and nothing else:
+//! A link is one connection; where a peer is quicker than one is ([`lanes`]), further ones carry blocks and nothing else:
 //! what the peer says of itself counts on the first one only.
 
 mod dial;
@@ -25,7 +25,12 @@ use mooncake_proto::{digest::Digest, pb::peer as pb};
 use parking_lot::Mutex;
 use pb::peer_message::Body;
 use prost::{Message, bytes::Bytes};
-use std::{collections::HashMap, io, sync::Arc};
+use std::{
+    collections::{HashMap, HashSet},
+    io,
+    sync::{Arc, OnceLock},
+    time::Instant,
+};
 use tokio::sync::{OwnedSemaphorePermit, mpsc};
 use tokio_util::sync::{CancellationToken, DropGuard};
 
@@ -99,6 +104,8 @@ struct Subscription {
     subscribe: Bytes,
     /// How many lanes its blocks may come over.
     width: usize,
+    /// Blocks that a further lane had not: the first one is asked, whose word counts.
+    doubted: HashSet<u32>,
 }
 
 #[derive(Debug)]
@@ -115,8 +122,12 @@ struct State {
 #[derive(Debug)]
 struct Shared {
     node_id: String,
+    /// Of the process at the other end.
+    instance_id: String,
     /// As [`crate::transport::Transport::name`].
     transport: &'static str,
+    /// Ends every lane.
+    stop: CancellationToken,
     /// Short sections, never across an await.
     state: Mutex<State>,
 }
@@ -125,8 +136,46 @@ struct Shared {
 #[derive(Debug)]
 pub(super) struct Link {
     shared: Arc<Shared>,
-    stop: CancellationToken,
     _stop: DropGuard,
+}
+
+/// The right to open one more lane of a link. Dropped unused, there is none for a while.
+#[derive(Debug)]
+pub(super) struct Claim {
+    shared: Arc<Shared>,
+    used: bool,
+}
+
+impl Claim {
+    /// Whether the link is up and this leads to the same process.
+    fn fits(&self, connection: &Connection) -> bool {
+        connection.peer.instance_id == self.shared.instance_id
+    }
+
+    fn open(mut self, connection: Connection, slot: OwnedSemaphorePermit) {
+        let (outgoing, queue) = mpsc::unbounded_channel();
+        let lane = {
+            let mut state = self.shared.state.lock();
+            if state.dead.is_some() {
+                return;
+            }
+            for subscription in state.subscriptions.values() {
+                let _ = outgoing.send(subscription.subscribe.clone());
+            }
+            state.lanes.open(outgoing)
+        };
+        self.used = true;
+        let stop = self.shared.stop.child_token();
+        run(self.shared.clone(), lane, connection, queue, slot, stop);
+    }
+}
+
+impl Drop for Claim {
+    fn drop(&mut self) {
+        if !self.used {
+            self.shared.state.lock().lanes.give_up(Instant::now());
+        }
+    }
 }
 
 /// The link was closed; the subscription hears of it by [`Event::Down`].
@@ -137,9 +186,12 @@ impl Link {
     /// `most`: of lanes.
     fn start(connection: Connection, most: usize, slot: OwnedSemaphorePermit) -> Arc<Self> {
         let (outgoing, queue) = mpsc::unbounded_channel();
+        let stop = CancellationToken::new();
         let shared = Arc::new(Shared {
             node_id: connection.peer.node_id.clone(),
+            instance_id: connection.peer.instance_id.clone(),
             transport: connection.transport,
+            stop: stop.clone(),
             state: Mutex::new(State {
                 next_request: 0,
                 next_subscription: 0,
@@ -149,48 +201,27 @@ impl Link {
                 dead: None,
             }),
         });
-        let stop = CancellationToken::new();
         // With the first lane the link ends, and with it the others.
         run(shared.clone(), FIRST, connection, queue, slot, stop.clone());
         Arc::new(Self {
             shared,
-            _stop: stop.clone().drop_guard(),
-            stop,
+            _stop: stop.drop_guard(),
         })
     }
 
-    /// One more lane, which was claimed.
-    fn widen(&self, connection: Connection, slot: OwnedSemaphorePermit) {
-        let (outgoing, queue) = mpsc::unbounded_channel();
-        let lane = {
-            let mut state = self.shared.state.lock();
-            for subscription in state.subscriptions.values() {
-                let _ = outgoing.send(subscription.subscribe.clone());
-            }
-            state.lanes.open(outgoing)
-        };
-        run(
-            self.shared.clone(),
-            lane,
-            connection,
-            queue,
-            slot,
-            self.stop.child_token(),
-        );
-    }
-
-    /// From now on the blocks of a subscription may come over so many lanes. Whether one more is to be dialled for that
-    /// by [`Links::widen`].
-    pub(super) fn set_width(&self, subscription: u32, width: usize) -> bool {
+    /// From now on the blocks of a subscription may come over so many lanes. Gives the right to one more lane if that
+    /// takes one, for [`Links::widen`].
+    pub(super) fn set_width(&self, subscription: u32, width: usize) -> Option<Claim> {
         let mut state = self.shared.state.lock();
         if state.dead.is_some() {
-            return false;
+            return None;
         }
-        match state.subscriptions.get_mut(&subscription) {
-            Some(subscription) => subscription.width = width,
-            None => return false,
-        }
-        state.lanes.claim(width)
+        state.subscriptions.get_mut(&subscription)?.width = width;
+        let claimed = state.lanes.claim(width, Instant::now());
+        claimed.then(|| Claim {
+            shared: self.shared.clone(),
+            used: false,
+        })
     }
 
     /// What each lane owes, and whether it answers for this subscription.
@@ -213,7 +244,7 @@ impl Link {
         };
         drop(due);
         // The reader ends, and tells the subscribers.
-        self.stop.cancel();
+        self.shared.stop.cancel();
     }
 
     /// Subscribes to an artifact; events carry `peer`.
@@ -230,7 +261,7 @@ impl Link {
         state.next_subscription += 1;
         let subscription = state.next_subscription;
         let model = artifact.model();
-        let subscribe = encode(Body::Subscribe(pb::Subscribe {
+        let mut subscribe = pb::Subscribe {
             subscription,
             model_id: model.model_id.clone(),
             revision: model.revision.clone(),
@@ -240,14 +271,19 @@ impl Link {
             manifest_digest: artifact.manifest_digest().as_bytes().to_vec().into(),
             block_size_bytes: artifact.blocks().block_size(),
             algorithm: mooncake_proto::pb::session::DigestAlgorithm::from(artifact.algorithm()) as u32,
-        }));
-        state.lanes.say_to_all(&subscribe);
+            blocks_only: false,
+        };
+        state.lanes.say(FIRST, encode(Body::Subscribe(subscribe.clone())));
+        subscribe.blocks_only = true;
+        let subscribe = encode(Body::Subscribe(subscribe));
+        state.lanes.say_further(&subscribe);
         let entry = Subscription {
             peer,
             blocks: artifact.blocks().len(),
             events,
             subscribe,
             width: 1,
+            doubted: HashSet::new(),
         };
         state.subscriptions.insert(subscription, entry);
         Ok(subscription)
@@ -257,8 +293,10 @@ impl Link {
     pub(super) fn unsubscribe(&self, subscription: u32) {
         let mut state = self.shared.state.lock();
         state.subscriptions.remove(&subscription);
+        state.lanes.forget(subscription);
         let message = encode(Body::Unsubscribe(pb::Unsubscribe { subscription }));
-        state.lanes.say_to_all(&message);
+        state.lanes.say_further(&message);
+        state.lanes.say(FIRST, message);
     }
 
     /// Asks for a block of `len` bytes that was announced as `expected`; gives the request's id.
@@ -271,7 +309,13 @@ impl Link {
         permit: OwnedSemaphorePermit,
     ) -> Result<u64, Closed> {
         let mut state = self.shared.state.lock();
-        let width = state.subscriptions.get(&subscription).map_or(1, |s| s.width);
+        let width = match state.subscriptions.get_mut(&subscription) {
+            Some(s) => match s.doubted.remove(&block) {
+                true => 1,
+                false => s.width,
+            },
+            None => 1,
+        };
         let lane = state.lanes.pick(subscription, width);
         let request = state.note(subscription, lane, What::Block { block, len, permit })?;
         let message = Body::Request(pb::Request {
@@ -350,24 +394,36 @@ fn run(
     stop: CancellationToken,
 ) {
     let Connection { sender, receiver, .. } = connection;
-    let (writing, ended) = (shared.clone(), stop.clone());
+    let unwritable = Arc::new(OnceLock::new());
+    let (ended, why) = (stop.clone(), unwritable.clone());
     tokio::spawn(async move {
-        let why = tokio::select! {
+        let result = tokio::select! {
             () = ended.cancelled() => return,
             result = write(sender, queue) => result,
         };
-        let why = why.err().map_or_else(|| "closed".into(), |e| e.to_string());
-        writing.ended(lane, why).await;
+        if let Err(e) = result {
+            let _ = why.set(e.to_string());
+        }
+        // The end is told by the reader alone, once it has handed over what it took.
         ended.cancel();
     });
     tokio::spawn(async move {
         let _slot = slot;
-        let why = tokio::select! {
-            () = stop.cancelled() => "closed".to_owned(),
-            error = hear(&shared, lane, receiver) => error.to_string(),
-        };
-        shared.ended(lane, why).await;
+        let error = hear(&shared, lane, receiver, &stop).await;
+        // Before anybody is told: what comes on the other lanes of a link that ended is not due any more.
         stop.cancel();
+        let broke = error
+            .as_ref()
+            .is_some_and(|e| e.kind() == io::ErrorKind::InvalidData);
+        let why = match (error, unwritable.get()) {
+            (Some(error), _) => error.to_string(),
+            (None, Some(why)) => why.clone(),
+            (None, None) => "closed".to_owned(),
+        };
+        match lane {
+            FIRST => shared.fail(why).await,
+            _ => shared.ended(lane, why, broke).await,
+        }
     });
 }
 

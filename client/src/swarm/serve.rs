@@ -619,8 +619,13 @@ impl Server {
             let found = self.store.find(&wanted.model).filter(|a| wanted.matches(a));
             peer.serve_from(subscription, found.clone());
             if let Some(artifact) = found {
-                peer.announce_artifact(subscription, &artifact, &self.seals)
-                    .await?;
+                match wanted.blocks_only {
+                    true => peer.announce_nothing_of(subscription, &artifact).await?,
+                    false => {
+                        peer.announce_artifact(subscription, &artifact, &self.seals)
+                            .await?
+                    }
+                }
                 peer.serve_from(subscription, None);
             } else {
                 peer.status(subscription, pb::HoldingState::Unknown, None).await?;
@@ -667,6 +672,8 @@ struct Wanted {
     manifest_digest: Digest,
     block_size: u32,
     algorithm: Algorithm,
+    /// What is here is said on another connection of this puller.
+    blocks_only: bool,
 }
 
 impl Wanted {
@@ -685,6 +692,7 @@ impl Wanted {
                 .map_err(|e| misbehaved(e.to_string()))?,
             block_size: s.block_size_bytes,
             algorithm: algorithm.ok_or_else(|| misbehaved("named an unknown digest algorithm"))?,
+            blocks_only: s.blocks_only,
         })
     }
 

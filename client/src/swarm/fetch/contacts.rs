@@ -1,6 +1,6 @@
 //! The peers of a fetch: who is on the list, who is dialled and when, who is left and for how long.
 
-use super::{BadSource, Done, Fetch, Session};
+use super::{BadSource, Done, Fetch, Session, WORTH_TICKS};
 use crate::{
     swarm::{
         chooser::{PeerTraits, hash_id},
@@ -50,6 +50,12 @@ pub(super) struct Listed {
     pub(super) last_error: Option<String>,
 }
 
+impl Listed {
+    pub(super) fn address(&self) -> &PeerAddress {
+        &self.address
+    }
+}
+
 impl Fetch {
     pub(super) fn list_peers(&mut self, peers: &[PeerAddress]) {
         let own = self.swarm.hello.node_id.clone();
@@ -90,11 +96,6 @@ impl Fetch {
             }
         }
         self.dial_due();
-    }
-
-    /// Where a node of the list is.
-    pub(super) fn address(&self, node_id: &str) -> Option<&PeerAddress> {
-        self.listed.get(node_id).map(|l| &l.address)
     }
 
     fn near(&self, address: &PeerAddress) -> bool {
@@ -182,6 +183,7 @@ impl Fetch {
             link,
             subscription,
             requests: HashMap::new(),
+            worth: [1; WORTH_TICKS],
             own_root: None,
         };
         self.sessions.insert(peer, session);

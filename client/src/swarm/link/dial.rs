@@ -1,6 +1,6 @@
 //! Which links are open, and how they come about.
 
-use super::Link;
+use super::{Claim, Link};
 use crate::transport::{ConnectError, Connection, PeerAddress, Transport, buffer::BufferPool};
 use parking_lot::Mutex;
 use std::{
@@ -62,22 +62,27 @@ impl Links {
         Ok(link)
     }
 
-    /// Opens one more lane of `link`, which [`Link::set_width`] asked for. Not having one is no failure.
-    pub(in crate::swarm) async fn widen(&self, peer: &PeerAddress, link: &Weak<Link>) {
-        let transport = link.upgrade().map(|l| l.shared.transport);
-        let by_name = self.transports.iter().find(|t| Some(t.name()) == transport);
+    /// Opens one more lane, if that is possible: not having one is no failure.
+    pub(in crate::swarm) async fn widen(&self, peer: &PeerAddress, claim: Claim) {
+        let shared = claim.shared.clone();
+        let by_name = self.transports.iter().find(|t| t.name() == shared.transport);
         let permit = match self.open.available_permits() > MAX_LINKS / 2 {
             true => self.open.clone().try_acquire_owned().ok(),
             false => None,
         };
-        let connection = match (by_name, &permit) {
-            (Some(transport), Some(_)) => transport.connect(peer, self.buffers.clone()).await.ok(),
-            _ => None,
+        let (Some(transport), Some(permit)) = (by_name, permit) else {
+            return;
         };
-        let Some(link) = link.upgrade() else { return };
-        match (connection, permit) {
-            (Some(connection), Some(permit)) => link.widen(connection, permit),
-            _ => link.shared.state.lock().lanes.close(None),
+        let dialled = tokio::select! {
+            () = shared.stop.cancelled() => return,
+            dialled = transport.connect(peer, self.buffers.clone()) => dialled,
+        };
+        match dialled {
+            Ok(connection) if claim.fits(&connection) => claim.open(connection, permit),
+            Ok(_) => {
+                tracing::debug!(node = %peer.node_id, "a further data connection leads to another process")
+            }
+            Err(error) => tracing::debug!(node = %peer.node_id, %error, "no further data connection"),
         }
     }
 

@@ -11,8 +11,9 @@ use crate::{
 use mooncake_proto::{digest::Digest, pb::peer as pb};
 use pb::peer_message::Body;
 use prost::Message;
-use std::io;
+use std::{io, time::Instant};
 use tokio::sync::mpsc;
+use tokio_util::sync::CancellationToken;
 
 /// Lets in what is due on its lane.
 struct LaneGate<'a> {
@@ -33,11 +34,22 @@ impl BlockGate for LaneGate<'_> {
     }
 }
 
-/// Reads until the connection or the peer's manners fail.
-pub(super) async fn hear(shared: &Shared, lane: LaneId, mut receiver: Box<dyn FrameReceiver>) -> io::Error {
+/// Reads until the connection or the peer's manners fail (the error), or `stop`. What was taken by then has been handed
+/// over: every answer is either given to whoever waits for it or still due.
+pub(super) async fn hear(
+    shared: &Shared,
+    lane: LaneId,
+    mut receiver: Box<dyn FrameReceiver>,
+    stop: &CancellationToken,
+) -> Option<io::Error> {
     let gate = LaneGate { shared, lane };
     loop {
-        let handled = match receiver.receive(&gate).await {
+        let frame = tokio::select! {
+            biased;
+            () = stop.cancelled() => return None,
+            frame = receiver.receive(&gate) => frame,
+        };
+        let handled = match frame {
             Ok(Frame::Block { id, bytes }) => shared.block(lane, id, bytes).await,
             Ok(Frame::Control(bytes)) => match pb::PeerMessage::decode(bytes) {
                 Ok(message) => shared.control(lane, message).await,
@@ -46,7 +58,7 @@ pub(super) async fn hear(shared: &Shared, lane: LaneId, mut receiver: Box<dyn Fr
             Err(e) => Err(e),
         };
         if let Err(e) = handled {
-            return e;
+            return Some(e);
         }
     }
 }
@@ -117,10 +129,12 @@ impl Shared {
         let (events, event) = match message.body {
             Some(Body::Status(status)) if lane != FIRST => {
                 let mut state = self.state.lock();
-                state.lanes.status(lane, status.subscription, status.state());
+                if state.subscriptions.contains_key(&status.subscription) {
+                    state.lanes.status(lane, status.subscription, status.state());
+                }
                 return Ok(());
             }
-            // It was heard on the first lane, or will be.
+            // From a version that does not know `blocks_only`; the first lane brings it, too.
             Some(Body::Have(_)) if lane != FIRST => return Ok(()),
             Some(Body::Status(status)) => {
                 let Some((events, peer, _)) = self.subscriber(status.subscription) else {
@@ -157,14 +171,20 @@ impl Shared {
                 (events, Event::Have { peer, blocks: list })
             }
             Some(Body::Declined(declined)) => {
+                // A further lane may be behind or ahead of the first one, whose word counts.
+                let doubted = lane != FIRST && declined.reason() == pb::DeclineReason::NotHeld;
                 let due = {
                     let mut state = self.state.lock();
                     let due = state.take_due(declined.request, lane);
-                    if let Some(due) = &due
-                        && lane != FIRST
-                        && declined.reason() == pb::DeclineReason::NotHeld
+                    if doubted
+                        && let Some(Due {
+                            subscription,
+                            what: What::Block { block, .. },
+                            ..
+                        }) = due
+                        && let Some(subscription) = state.subscriptions.get_mut(&subscription)
                     {
-                        state.lanes.unready(lane, due.subscription);
+                        subscription.doubted.insert(block);
                     }
                     due
                 };
@@ -191,8 +211,8 @@ impl Shared {
                             pb::DeclineReason::Busy => Decline::Busy,
                             pb::DeclineReason::SentElsewhere => Decline::SentElsewhere,
                             pb::DeclineReason::Canceled => Decline::Canceled,
-                            // A lane may be behind or ahead of the first one, whose word counts: it is asked there.
-                            pb::DeclineReason::NotHeld if lane != FIRST => Decline::Canceled,
+                            // It is asked there.
+                            pb::DeclineReason::NotHeld if doubted => Decline::Canceled,
                             pb::DeclineReason::NotHeld
                             | pb::DeclineReason::Unreadable
                             | pb::DeclineReason::Unspecified => Decline::NotHeld,
@@ -236,14 +256,14 @@ impl Shared {
         Ok(())
     }
 
-    /// A lane is gone. With the first one the link is; what another one owed is to be asked for anew.
-    pub(super) async fn ended(&self, lane: LaneId, why: String) {
-        if lane == FIRST {
-            return self.fail(why).await;
-        }
+    /// A further lane is gone; what it owed is to be asked for anew. A peer that `broke` the protocol is left altogether.
+    pub(super) async fn ended(&self, lane: LaneId, why: String, broke: bool) {
         let given_back = {
             let mut state = self.state.lock();
-            state.lanes.close(Some(lane));
+            state.lanes.close(lane, Instant::now());
+            if broke {
+                state.dead.get_or_insert_with(|| why.clone());
+            }
             let owed: Vec<_> = state.due.extract_if(|_, due| due.lane == lane).collect();
             let declined = owed.into_iter().filter_map(|(_, due)| match due.what {
                 What::Block { block, .. } => Some((due.subscription, block)),
@@ -251,6 +271,9 @@ impl Shared {
             });
             declined.collect::<Vec<_>>()
         };
+        if broke {
+            self.stop.cancel();
+        }
         let blocks = given_back.len();
         tracing::debug!(node = %self.node_id, lane, blocks, %why, "a further data connection closed");
         for (subscription, block) in given_back {
@@ -261,7 +284,8 @@ impl Shared {
         }
     }
 
-    async fn fail(&self, mut why: String) {
+    /// The link is gone.
+    pub(super) async fn fail(&self, mut why: String) {
         let (subscriptions, _due) = {
             let mut state = self.state.lock();
             // Unless it was given one when it was abandoned.

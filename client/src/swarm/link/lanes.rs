@@ -1,23 +1,29 @@
-//! Which of a link's connections carries the next block. Pure.
+//! Which of a link's connections carries the next block. The caller brings the clock and opens what is to be opened.
 //!
 //! One TCP connection is worked on by one core at a time at either end: the copy out of the socket alone takes a good
 //! part of it at a gigabyte per second. So a peer that delivers more than [`LANE_BYTES_PER_S`] is asked over several
 //! connections, *lanes*, one for each such share of its rate, as far as the transport has a use for them
 //! ([`crate::transport::Transport::lanes`]). On paths that are slower than that there is one, as ever.
 //!
-//! The first lane is the link itself: what the peer says of itself is heard there, digests are fetched there, and the link
-//! ends with it. The others are there for blocks only, and nothing depends on them: one that ends gives its requests back,
-//! and no further one is opened on this link.
+//! The first lane is the link itself: what the peer says of itself is heard there, digests are fetched there, and the
+//! link ends with it. The others are there for blocks only, and nothing depends on them: one that ends gives its requests
+//! back, and for [`LANE_RETRY`] no further one is opened.
 
 use mooncake_proto::pb::peer::HoldingState;
 use prost::bytes::Bytes;
-use std::collections::{BTreeMap, HashSet};
+use std::{
+    collections::{BTreeMap, HashSet},
+    time::{Duration, Instant},
+};
 use tokio::sync::mpsc;
 
 /// What one connection is expected to carry without keeping a core busy with nothing else.
 pub const LANE_BYTES_PER_S: f64 = (256 << 20) as f64;
 
-/// A lane of a link; the first one is [`FIRST`].
+/// How long no further lane is opened after one ended or could not be had.
+pub const LANE_RETRY: Duration = Duration::from_secs(10);
+
+/// A lane of a link, never used twice; the first one is [`FIRST`].
 pub type LaneId = usize;
 /// The lane that is the link.
 pub const FIRST: LaneId = 0;
@@ -41,10 +47,11 @@ struct Lane {
 pub struct Lanes {
     lanes: BTreeMap<LaneId, Lane>,
     most: usize,
+    next: LaneId,
     /// One is being dialled.
     dialling: bool,
-    /// One ended or could not be had: there will be no more of them.
-    closed: bool,
+    /// No further one is opened before that.
+    rests_until: Option<Instant>,
 }
 
 impl Lanes {
@@ -59,15 +66,17 @@ impl Lanes {
         Self {
             lanes: BTreeMap::from([(FIRST, first)]),
             most,
+            next: FIRST + 1,
             dialling: false,
-            closed: false,
+            rests_until: None,
         }
     }
 
     /// Whether one more is to be dialled now for `width` of them; if so that is noted, and [`Lanes::open`] or
-    /// [`Lanes::close`] must follow.
-    pub fn claim(&mut self, width: usize) -> bool {
-        let claimed = !self.dialling && !self.closed && self.lanes.len() < width.min(self.most);
+    /// [`Lanes::give_up`] must follow.
+    pub fn claim(&mut self, width: usize, now: Instant) -> bool {
+        let rests = self.rests_until.is_some_and(|until| now < until);
+        let claimed = !self.dialling && !rests && self.lanes.len() < width.min(self.most);
         self.dialling |= claimed;
         claimed
     }
@@ -75,7 +84,8 @@ impl Lanes {
     /// The one that was claimed is there.
     pub fn open(&mut self, outgoing: mpsc::UnboundedSender<Bytes>) -> LaneId {
         self.dialling = false;
-        let id = self.lanes.last_key_value().map_or(FIRST, |(last, _)| *last) + 1;
+        let id = self.next;
+        self.next += 1;
         let lane = Lane {
             outgoing,
             outstanding: 0,
@@ -85,13 +95,16 @@ impl Lanes {
         id
     }
 
-    /// One ended, or could not be had (`None`).
-    pub fn close(&mut self, lane: Option<LaneId>) {
-        self.dialling &= lane.is_some();
-        self.closed = true;
-        if let Some(lane) = lane {
-            self.lanes.remove(&lane);
-        }
+    /// The one that was claimed could not be had.
+    pub fn give_up(&mut self, now: Instant) {
+        self.dialling = false;
+        self.rests_until = Some(now + LANE_RETRY);
+    }
+
+    /// One ended.
+    pub fn close(&mut self, lane: LaneId, now: Instant) {
+        self.lanes.remove(&lane);
+        self.rests_until = Some(now + LANE_RETRY);
     }
 
     /// The peer said on `lane` what it has of what was subscribed to.
@@ -105,9 +118,9 @@ impl Lanes {
         };
     }
 
-    /// The peer does not answer for this on `lane`, until it says again that it does.
-    pub fn unready(&mut self, lane: LaneId, subscription: u32) {
-        if let Some(lane) = self.lanes.get_mut(&lane) {
+    /// A subscription ended.
+    pub fn forget(&mut self, subscription: u32) {
+        for lane in self.lanes.values_mut() {
             lane.ready.remove(&subscription);
         }
     }
@@ -148,9 +161,9 @@ impl Lanes {
         }
     }
 
-    /// Says something on every lane.
-    pub fn say_to_all(&self, message: &Bytes) {
-        for lane in self.lanes.values() {
+    /// Says something on every lane but the first one.
+    pub fn say_further(&self, message: &Bytes) {
+        for (_, lane) in self.lanes.iter().filter(|(id, _)| **id != FIRST) {
             let _ = lane.outgoing.send(message.clone());
         }
     }
@@ -174,10 +187,10 @@ mod tests {
 
     #[test]
     fn the_lane_that_owes_least_of_those_that_answer() {
-        let mut lanes = Lanes::new(queue(), 3);
-        assert!(!lanes.claim(1), "there is one");
-        assert!(lanes.claim(2));
-        assert!(!lanes.claim(2), "it is on its way");
+        let (mut lanes, now) = (Lanes::new(queue(), 3), Instant::now());
+        assert!(!lanes.claim(1, now), "there is one");
+        assert!(lanes.claim(2, now));
+        assert!(!lanes.claim(2, now), "it is on its way");
         let second = lanes.open(queue());
         assert_eq!(lanes.pick(7, 2), FIRST);
         assert_eq!(lanes.pick(7, 2), FIRST, "the second one says nothing of 7 yet");
@@ -190,20 +203,32 @@ mod tests {
         assert_eq!(lanes.pick(7, 2), second);
         lanes.status(second, 7, HoldingState::Unknown);
         assert_eq!(lanes.pick(7, 2), FIRST);
+        lanes.status(second, 7, HoldingState::Whole);
+        lanes.forget(7);
+        assert_eq!(lanes.owing(7), [(5, true), (3, false)]);
     }
 
     #[test]
-    fn a_lane_that_ended_is_not_opened_again() {
-        let mut lanes = Lanes::new(queue(), 3);
-        assert!(lanes.claim(3));
+    fn after_a_lane_ended_there_is_none_for_a_while_and_then_another_one() {
+        let (mut lanes, now) = (Lanes::new(queue(), 3), Instant::now());
+        assert!(lanes.claim(3, now));
         let second = lanes.open(queue());
         lanes.status(second, 7, HoldingState::Whole);
-        assert!(lanes.claim(3));
-        lanes.close(None);
-        assert!(!lanes.claim(3), "a third one could not be had");
+        assert!(lanes.claim(3, now));
+        lanes.give_up(now);
+        assert!(!lanes.claim(3, now), "a third one could not be had");
         assert_eq!((lanes.pick(7, 3), lanes.pick(7, 3)), (FIRST, second));
-        lanes.close(Some(second));
+        // While another one is dialled.
+        let later = now + LANE_RETRY;
+        assert!(lanes.claim(3, later));
+        lanes.close(second, later);
         assert_eq!(lanes.pick(7, 3), FIRST);
-        assert!(!lanes.claim(3));
+        let third = lanes.open(queue());
+        assert_ne!(
+            third, second,
+            "what is said of the one that ended is not about this one"
+        );
+        assert!(!lanes.claim(3, later));
+        assert!(lanes.claim(3, later + LANE_RETRY));
     }
 }

@@ -104,12 +104,11 @@ impl Wide {
 
     /// Whether a further lane was wanted for so many of them.
     async fn widen(&self, lanes: usize) -> bool {
-        let wanted = self.link.set_width(self.subscription, lanes);
-        if wanted {
-            let links = &self.node.swarm.inner.links;
-            links.widen(&self.address, &Arc::downgrade(&self.link)).await;
-        }
-        wanted
+        let Some(claim) = self.link.set_width(self.subscription, lanes) else {
+            return false;
+        };
+        self.node.swarm.inner.links.widen(&self.address, claim).await;
+        true
     }
 
     async fn wait_for(&self, what: &str, holds: impl Fn(&[(usize, bool)]) -> bool) {
@@ -171,7 +170,7 @@ async fn what_a_lane_owes_is_asked_anew_when_it_ends_and_the_link_lives() {
     assert!(back.iter().all(|(_, why)| *why == Decline::Canceled), "{back:?}");
     wide.wait_for("both are gone", |owing| owing.len() == 1).await;
     assert_eq!(wide.budget.available_permits(), 64 - 2);
-    assert!(!wide.widen(3).await, "a lane that ends is not opened again");
+    assert!(!wide.widen(3).await, "not at once");
     wide.ask(6..8);
     assert_eq!(wide.owing(), [4]);
     let same = wide.node.swarm.inner.links.get(&wide.address).await.unwrap();
@@ -183,8 +182,14 @@ async fn what_a_lane_has_not_the_peer_may_have() {
     let mut wide = Wide::new(2, Further::NotHeld).await;
     wide.ask(0..2);
     assert_eq!(wide.declined(1).await, [(1, Decline::Canceled)]);
-    wide.ask(2..4);
-    assert_eq!(wide.owing(), [3, 0], "it is asked there no more");
+    wide.ask(1..2);
+    assert_eq!(wide.owing(), [2, 0], "it is asked on the first one");
+    wide.ask(2..3);
+    assert_eq!(
+        wide.declined(1).await,
+        [(2, Decline::Canceled)],
+        "others go on coming over the lane"
+    );
 }
 
 #[tokio::test(flavor = "multi_thread", worker_threads = 2)]
