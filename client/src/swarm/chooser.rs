@@ -194,11 +194,6 @@ impl Chooser {
         self.peers.get(&peer).map_or(0, |p| p.asked.len())
     }
 
-    /// What `peer` delivers, in bytes per second; 0 until it is known.
-    pub fn bytes_per_s(&self, peer: PeerIndex) -> f64 {
-        self.peers.get(&peer).map_or(0.0, |p| p.pace.bytes_per_s())
-    }
-
     /// A peer is connected. It has nothing until it says so.
     pub fn add_peer(&mut self, peer: PeerIndex, traits: PeerTraits) {
         let fresh = Peer {

@@ -8,7 +8,7 @@ use super::{
     BUDGET_UNIT_BYTES, Inner,
     bits::Bits,
     chooser::{Chooser, Decline, hash_id},
-    link::{Event, Link, lanes::lanes_for},
+    link::{Event, Link},
     repair::ListState,
     words::{Change, PeerIndex, Words},
 };
@@ -38,8 +38,6 @@ use tokio_util::{sync::CancellationToken, task::TaskTracker};
 const EVENT_QUEUE: usize = 64;
 /// How often stalls, retries and deferred blocks are looked at while something is missing.
 const TICK: Duration = Duration::from_millis(50);
-/// Ticks in a row for which a peer must be worth a further lane: a loop that was late takes in much at once.
-pub(super) const WORTH_TICKS: usize = 4;
 /// How often a fetch that gets nowhere says so in the log.
 pub const REPORT_EVERY: Duration = Duration::from_secs(30);
 
@@ -63,8 +61,6 @@ pub(super) struct Session {
     pub(super) subscription: u32,
     /// What was asked for: the request's id, and the digest that the peer had announced.
     requests: HashMap<u32, (u64, Digest)>,
-    /// How many lanes the peer was worth at the last ticks.
-    pub(super) worth: [usize; WORTH_TICKS],
     /// The root over the peer's own list, once it is whole.
     pub(super) own_root: Option<Digest>,
 }
@@ -80,8 +76,6 @@ pub(super) enum Done {
         block: u32,
         result: Result<(), WriteError>,
     },
-    /// A further lane was dialled, whatever came of it.
-    Widened,
     OwnRoot(Option<Seal>),
     Forgot {
         blocks: Vec<u32>,
@@ -495,7 +489,6 @@ impl Fetch {
                     }
                 }
             }
-            Done::Widened => {}
             Done::OwnRoot(seal) => self.list.own_root(seal),
             Done::Forgot { blocks, result } => self.forgot(blocks, result)?,
             Done::ListChecked { peer, list, root } => self.list_checked(peer, list, root),
@@ -534,29 +527,7 @@ impl Fetch {
                 }
             }
         }
-        self.widen();
         self.dial_due();
-    }
-
-    /// As many lanes to each peer as its rate is worth.
-    fn widen(&mut self) {
-        for (peer, session) in &mut self.sessions {
-            session.worth.rotate_right(1);
-            session.worth[0] = lanes_for(
-                self.chooser.bytes_per_s(*peer),
-                self.swarm.config.lane_bytes_per_s,
-            );
-            let width = session.worth.into_iter().min().expect("a few ticks");
-            if let Some(listed) = self.listed.get(&session.node_id)
-                && let Some(claim) = session.link.set_width(session.subscription, width)
-            {
-                let (swarm, address) = (self.swarm.clone(), listed.address().clone());
-                self.tasks.spawn(async move {
-                    swarm.links.widen(&address, claim).await;
-                    Done::Widened
-                });
-            }
-        }
     }
 
     fn slow_tick(&mut self) -> Result<(), TaskFailure> {

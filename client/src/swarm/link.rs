@@ -1,39 +1,32 @@
-//! The puller's end of the connections to one peer, shared by every fetch that wants something of that peer.
+//! The puller's end of a data connection, shared by every fetch that wants something of that peer.
 //!
 //! A fetch subscribes and from then on gets events; it requests blocks, each of which is answered exactly
 //! once (the budget's permit for the block's bytes travels with the request, so that what may arrive is
-//! always paid for). The link ends when the last fetch lets go of its `Arc`.
-//!
-//! A link is one connection; where a peer is quicker than one is ([`lanes`]), further ones carry blocks and nothing else:
-//! what the peer says of itself counts on the first one only.
+//! always paid for). The connection closes when the last fetch lets go of its `Arc`.
 
-mod dial;
-mod hear;
-pub(super) mod lanes;
-
-pub(super) use self::{dial::Links, hear::parse_digests};
-use self::{
-    hear::hear,
-    lanes::{FIRST, LaneId, Lanes},
-};
 use super::{chooser::Decline, words::PeerIndex};
 use crate::{
     store::Artifact,
-    transport::{Connection, FrameSender, PING_INTERVAL, buffer::BlockBuffer},
+    transport::{
+        BlockGate, ConnectError, Connection, Frame, FrameReceiver, FrameSender, PING_INTERVAL, PeerAddress,
+        Transport,
+        buffer::{BlockBuffer, BufferPool},
+    },
 };
 use mooncake_proto::{digest::Digest, pb::peer as pb};
 use parking_lot::Mutex;
 use pb::peer_message::Body;
 use prost::{Message, bytes::Bytes};
 use std::{
-    collections::{HashMap, HashSet},
+    collections::HashMap,
     io,
-    sync::{Arc, OnceLock},
-    time::Instant,
+    sync::{Arc, Weak},
 };
-use tokio::sync::{OwnedSemaphorePermit, mpsc};
+use tokio::sync::{OwnedSemaphorePermit, Semaphore, mpsc};
 use tokio_util::sync::{CancellationToken, DropGuard};
 
+/// Most connections that this node dials, to all peers: one per peer of each fetch, shared by fetches.
+const MAX_LINKS: usize = 1024;
 /// Most digests in one frame.
 pub(super) const DIGESTS_PER_FRAME: u32 = 4096;
 
@@ -75,7 +68,7 @@ pub(super) enum Event {
 }
 
 #[derive(Debug)]
-enum What {
+enum Due {
     Block {
         block: u32,
         len: u32,
@@ -87,34 +80,20 @@ enum What {
     },
 }
 
-/// An answer that is due, and on which lane.
-#[derive(Debug)]
-struct Due {
-    subscription: u32,
-    lane: LaneId,
-    what: What,
-}
-
 #[derive(Debug)]
 struct Subscription {
     peer: PeerIndex,
     blocks: u32,
     events: mpsc::Sender<Event>,
-    /// For lanes to come.
-    subscribe: Bytes,
-    /// How many lanes its blocks may come over.
-    width: usize,
-    /// Blocks that a further lane had not: the first one is asked, whose word counts.
-    doubted: HashSet<u32>,
 }
 
-#[derive(Debug)]
+#[derive(Debug, Default)]
 struct State {
     next_request: u64,
     next_subscription: u32,
     subscriptions: HashMap<u32, Subscription>,
-    due: HashMap<u64, Due>,
-    lanes: Lanes,
+    /// Answers that are due: (subscription, what).
+    due: HashMap<u64, (u32, Due)>,
     /// Set once, with the reason; nothing is sent or noted afterwards.
     dead: Option<String>,
 }
@@ -122,60 +101,27 @@ struct State {
 #[derive(Debug)]
 struct Shared {
     node_id: String,
-    /// Of the process at the other end.
-    instance_id: String,
-    /// As [`crate::transport::Transport::name`].
-    transport: &'static str,
-    /// Ends every lane.
-    stop: CancellationToken,
     /// Short sections, never across an await.
     state: Mutex<State>,
 }
 
-/// What connects this node to one peer.
+impl BlockGate for Shared {
+    fn due(&self, id: u64) -> Option<u32> {
+        match self.state.lock().due.get(&id) {
+            Some((_, Due::Block { len, .. })) => Some(*len),
+            _ => None,
+        }
+    }
+}
+
+/// One connection to one peer.
 #[derive(Debug)]
 pub(super) struct Link {
     shared: Arc<Shared>,
+    /// Bounded by what is sent: a request per permit, a cancel per request, a few subscriptions.
+    outgoing: mpsc::UnboundedSender<Bytes>,
+    stop: CancellationToken,
     _stop: DropGuard,
-}
-
-/// The right to open one more lane of a link. Dropped unused, there is none for a while.
-#[derive(Debug)]
-pub(super) struct Claim {
-    shared: Arc<Shared>,
-    used: bool,
-}
-
-impl Claim {
-    /// Whether the link is up and this leads to the same process.
-    fn fits(&self, connection: &Connection) -> bool {
-        connection.peer.instance_id == self.shared.instance_id
-    }
-
-    fn open(mut self, connection: Connection, slot: OwnedSemaphorePermit) {
-        let (outgoing, queue) = mpsc::unbounded_channel();
-        let lane = {
-            let mut state = self.shared.state.lock();
-            if state.dead.is_some() {
-                return;
-            }
-            for subscription in state.subscriptions.values() {
-                let _ = outgoing.send(subscription.subscribe.clone());
-            }
-            state.lanes.open(outgoing)
-        };
-        self.used = true;
-        let stop = self.shared.stop.child_token();
-        run(self.shared.clone(), lane, connection, queue, slot, stop);
-    }
-}
-
-impl Drop for Claim {
-    fn drop(&mut self) {
-        if !self.used {
-            self.shared.state.lock().lanes.give_up(Instant::now());
-        }
-    }
 }
 
 /// The link was closed; the subscription hears of it by [`Event::Down`].
@@ -183,51 +129,42 @@ impl Drop for Claim {
 pub(super) struct Closed;
 
 impl Link {
-    /// `most`: of lanes.
-    fn start(connection: Connection, most: usize, slot: OwnedSemaphorePermit) -> Arc<Self> {
-        let (outgoing, queue) = mpsc::unbounded_channel();
-        let stop = CancellationToken::new();
+    fn start(connection: Connection, slot: OwnedSemaphorePermit) -> Arc<Self> {
         let shared = Arc::new(Shared {
             node_id: connection.peer.node_id.clone(),
-            instance_id: connection.peer.instance_id.clone(),
-            transport: connection.transport,
-            stop: stop.clone(),
-            state: Mutex::new(State {
-                next_request: 0,
-                next_subscription: 0,
-                subscriptions: HashMap::new(),
-                due: HashMap::new(),
-                lanes: Lanes::new(outgoing, most),
-                dead: None,
-            }),
+            state: Mutex::default(),
         });
-        // With the first lane the link ends, and with it the others.
-        run(shared.clone(), FIRST, connection, queue, slot, stop.clone());
+        let (outgoing, queue) = mpsc::unbounded_channel();
+        let stop = CancellationToken::new();
+        let ended = stop.child_token();
+        let Connection { sender, receiver, .. } = connection;
+        let (reader, writer) = (shared.clone(), shared.clone());
+        let write_ended = ended.clone();
+        tokio::spawn(async move {
+            let why = tokio::select! {
+                () = write_ended.cancelled() => return,
+                result = write(sender, queue) => result,
+            };
+            writer
+                .fail(why.err().map_or_else(|| "closed".into(), |e| e.to_string()))
+                .await;
+            write_ended.cancel();
+        });
+        tokio::spawn(async move {
+            let _slot = slot;
+            let why = tokio::select! {
+                () = ended.cancelled() => "closed".to_owned(),
+                error = read(&reader, receiver) => error.to_string(),
+            };
+            reader.fail(why).await;
+            ended.cancel();
+        });
         Arc::new(Self {
             shared,
-            _stop: stop.drop_guard(),
+            outgoing,
+            _stop: stop.clone().drop_guard(),
+            stop,
         })
-    }
-
-    /// From now on the blocks of a subscription may come over so many lanes. Gives the right to one more lane if that
-    /// takes one, for [`Links::widen`].
-    pub(super) fn set_width(&self, subscription: u32, width: usize) -> Option<Claim> {
-        let mut state = self.shared.state.lock();
-        if state.dead.is_some() {
-            return None;
-        }
-        state.subscriptions.get_mut(&subscription)?.width = width;
-        let claimed = state.lanes.claim(width, Instant::now());
-        claimed.then(|| Claim {
-            shared: self.shared.clone(),
-            used: false,
-        })
-    }
-
-    /// What each lane owes, and whether it answers for this subscription.
-    #[cfg(test)]
-    pub(super) fn owing(&self, subscription: u32) -> Vec<(usize, bool)> {
-        self.shared.state.lock().lanes.owing(subscription)
     }
 
     fn alive(&self) -> bool {
@@ -244,7 +181,12 @@ impl Link {
         };
         drop(due);
         // The reader ends, and tells the subscribers.
-        self.shared.stop.cancel();
+        self.stop.cancel();
+    }
+
+    fn send(&self, body: Body) {
+        // A closed queue means that the link is dead, which the subscribers hear of.
+        let _ = self.outgoing.send(encode(body));
     }
 
     /// Subscribes to an artifact; events carry `peer`.
@@ -254,14 +196,25 @@ impl Link {
         peer: PeerIndex,
         events: mpsc::Sender<Event>,
     ) -> Result<u32, Closed> {
-        let mut state = self.shared.state.lock();
-        if state.dead.is_some() {
-            return Err(Closed);
-        }
-        state.next_subscription += 1;
-        let subscription = state.next_subscription;
+        let subscription = {
+            let mut state = self.shared.state.lock();
+            if state.dead.is_some() {
+                return Err(Closed);
+            }
+            state.next_subscription += 1;
+            let id = state.next_subscription;
+            state.subscriptions.insert(
+                id,
+                Subscription {
+                    peer,
+                    blocks: artifact.blocks().len(),
+                    events,
+                },
+            );
+            id
+        };
         let model = artifact.model();
-        let mut subscribe = pb::Subscribe {
+        self.send(Body::Subscribe(pb::Subscribe {
             subscription,
             model_id: model.model_id.clone(),
             revision: model.revision.clone(),
@@ -271,32 +224,14 @@ impl Link {
             manifest_digest: artifact.manifest_digest().as_bytes().to_vec().into(),
             block_size_bytes: artifact.blocks().block_size(),
             algorithm: mooncake_proto::pb::session::DigestAlgorithm::from(artifact.algorithm()) as u32,
-            blocks_only: false,
-        };
-        state.lanes.say(FIRST, encode(Body::Subscribe(subscribe.clone())));
-        subscribe.blocks_only = true;
-        let subscribe = encode(Body::Subscribe(subscribe));
-        state.lanes.say_further(&subscribe);
-        let entry = Subscription {
-            peer,
-            blocks: artifact.blocks().len(),
-            events,
-            subscribe,
-            width: 1,
-            doubted: HashSet::new(),
-        };
-        state.subscriptions.insert(subscription, entry);
+        }));
         Ok(subscription)
     }
 
     /// No more events. Blocks that are due still arrive and are dropped.
     pub(super) fn unsubscribe(&self, subscription: u32) {
-        let mut state = self.shared.state.lock();
-        state.subscriptions.remove(&subscription);
-        state.lanes.forget(subscription);
-        let message = encode(Body::Unsubscribe(pb::Unsubscribe { subscription }));
-        state.lanes.say_further(&message);
-        state.lanes.say(FIRST, message);
+        self.shared.state.lock().subscriptions.remove(&subscription);
+        self.send(Body::Unsubscribe(pb::Unsubscribe { subscription }));
     }
 
     /// Asks for a block of `len` bytes that was announced as `expected`; gives the request's id.
@@ -308,123 +243,48 @@ impl Link {
         unless_sent: bool,
         permit: OwnedSemaphorePermit,
     ) -> Result<u64, Closed> {
-        let mut state = self.shared.state.lock();
-        let width = match state.subscriptions.get_mut(&subscription) {
-            Some(s) => match s.doubted.remove(&block) {
-                true => 1,
-                false => s.width,
-            },
-            None => 1,
-        };
-        let lane = state.lanes.pick(subscription, width);
-        let request = state.note(subscription, lane, What::Block { block, len, permit })?;
-        let message = Body::Request(pb::Request {
+        let request = self.note(subscription, Due::Block { block, len, permit })?;
+        self.send(Body::Request(pb::Request {
             request,
             subscription,
             block,
             unless_sent,
             expected: expected.as_bytes().to_vec().into(),
-        });
-        state.lanes.say(lane, encode(message));
+        }));
         Ok(request)
     }
 
     /// Asks for `count` digests from `first` on.
     pub(super) fn fetch_digests(&self, subscription: u32, first: u32, count: u32) -> Result<(), Closed> {
-        let mut state = self.shared.state.lock();
-        let request = state.note(subscription, FIRST, What::Digests { first, count })?;
-        let message = Body::FetchDigests(pb::FetchDigests {
+        let request = self.note(subscription, Due::Digests { first, count })?;
+        self.send(Body::FetchDigests(pb::FetchDigests {
             request,
             subscription,
             first,
             count,
-        });
-        state.lanes.say(FIRST, encode(message));
+        }));
         Ok(())
+    }
+
+    fn note(&self, subscription: u32, due: Due) -> Result<u64, Closed> {
+        let mut state = self.shared.state.lock();
+        if state.dead.is_some() {
+            return Err(Closed);
+        }
+        state.next_request += 1;
+        let request = state.next_request;
+        state.due.insert(request, (subscription, due));
+        Ok(request)
     }
 
     /// A request is not wanted any more. It is answered all the same.
     pub(super) fn cancel(&self, request: u64) {
-        let state = self.shared.state.lock();
-        if let Some(due) = state.due.get(&request) {
-            state
-                .lanes
-                .say(due.lane, encode(Body::Cancel(pb::Cancel { request })));
-        }
-    }
-}
-
-impl State {
-    fn note(&mut self, subscription: u32, lane: LaneId, what: What) -> Result<u64, Closed> {
-        if self.dead.is_some() {
-            return Err(Closed);
-        }
-        self.next_request += 1;
-        let due = Due {
-            subscription,
-            lane,
-            what,
-        };
-        self.due.insert(self.next_request, due);
-        Ok(self.next_request)
-    }
-
-    /// What is due under this id on this lane.
-    fn take_due(&mut self, id: u64, lane: LaneId) -> Option<Due> {
-        self.due.get(&id).filter(|due| due.lane == lane)?;
-        let due = self.due.remove(&id)?;
-        if let What::Block { .. } = due.what {
-            self.lanes.answered(lane);
-        }
-        Some(due)
+        self.send(Body::Cancel(pb::Cancel { request }));
     }
 }
 
 fn encode(body: Body) -> Bytes {
     pb::PeerMessage { body: Some(body) }.encode_to_vec().into()
-}
-
-/// Works on one lane, in two tasks, until it ends or `stop`, which is canceled when it ends.
-fn run(
-    shared: Arc<Shared>,
-    lane: LaneId,
-    connection: Connection,
-    queue: mpsc::UnboundedReceiver<Bytes>,
-    slot: OwnedSemaphorePermit,
-    stop: CancellationToken,
-) {
-    let Connection { sender, receiver, .. } = connection;
-    let unwritable = Arc::new(OnceLock::new());
-    let (ended, why) = (stop.clone(), unwritable.clone());
-    tokio::spawn(async move {
-        let result = tokio::select! {
-            () = ended.cancelled() => return,
-            result = write(sender, queue) => result,
-        };
-        if let Err(e) = result {
-            let _ = why.set(e.to_string());
-        }
-        // The end is told by the reader alone, once it has handed over what it took.
-        ended.cancel();
-    });
-    tokio::spawn(async move {
-        let _slot = slot;
-        let error = hear(&shared, lane, receiver, &stop).await;
-        // Before anybody is told: what comes on the other lanes of a link that ended is not due any more.
-        stop.cancel();
-        let broke = error
-            .as_ref()
-            .is_some_and(|e| e.kind() == io::ErrorKind::InvalidData);
-        let why = match (error, unwritable.get()) {
-            (Some(error), _) => error.to_string(),
-            (None, Some(why)) => why.clone(),
-            (None, None) => "closed".to_owned(),
-        };
-        match lane {
-            FIRST => shared.fail(why).await,
-            _ => shared.ended(lane, why, broke).await,
-        }
-    });
 }
 
 async fn write(
@@ -445,5 +305,268 @@ async fn write(
                 sender.send_control(encode(Body::Ping(pb::Ping { sequence }))).await?;
             }
         }
+    }
+}
+
+/// Reads until the connection or the peer's manners fail.
+async fn read(shared: &Shared, mut receiver: Box<dyn FrameReceiver>) -> io::Error {
+    loop {
+        let handled = match receiver.receive(shared).await {
+            Ok(Frame::Block { id, bytes }) => shared.block(id, bytes).await,
+            Ok(Frame::Control(bytes)) => match pb::PeerMessage::decode(bytes) {
+                Ok(message) => shared.control(message).await,
+                Err(e) => Err(misbehaved(format!("sent a message that cannot be read: {e}"))),
+            },
+            Err(e) => Err(e),
+        };
+        if let Err(e) = handled {
+            return e;
+        }
+    }
+}
+
+fn misbehaved(what: impl std::fmt::Display) -> io::Error {
+    io::Error::new(
+        io::ErrorKind::InvalidData,
+        format!("the peer broke the protocol: it {what}"),
+    )
+}
+
+/// A list of 32-byte digests.
+pub(super) fn parse_digests(bytes: &[u8]) -> io::Result<Vec<Digest>> {
+    if !bytes.len().is_multiple_of(32) {
+        return Err(misbehaved(format!("sent {} bytes of digests", bytes.len())));
+    }
+    Ok(bytes
+        .chunks_exact(32)
+        .map(|c| Digest::try_from(c).expect("32 bytes"))
+        .collect())
+}
+
+impl Shared {
+    async fn block(&self, id: u64, bytes: BlockBuffer) -> io::Result<()> {
+        let to = {
+            let mut state = self.state.lock();
+            let Some((subscription, Due::Block { block, permit, .. })) = state.due.remove(&id) else {
+                return Err(misbehaved(format!("answered request {id}, which is not open")));
+            };
+            // A fetch that ended does not want it any more.
+            state
+                .subscriptions
+                .get(&subscription)
+                .map(|s| (s.events.clone(), s.peer, block, permit))
+        };
+        if let Some((events, peer, block, permit)) = to {
+            let _ = events
+                .send(Event::Block {
+                    peer,
+                    block,
+                    bytes,
+                    permit,
+                })
+                .await;
+        }
+        Ok(())
+    }
+
+    /// The subscription, unless it ended: then what comes for it is dropped.
+    fn subscriber(&self, subscription: u32) -> Option<(mpsc::Sender<Event>, PeerIndex, u32)> {
+        self.state
+            .lock()
+            .subscriptions
+            .get(&subscription)
+            .map(|s| (s.events.clone(), s.peer, s.blocks))
+    }
+
+    async fn control(&self, message: pb::PeerMessage) -> io::Result<()> {
+        let (events, event) = match message.body {
+            Some(Body::Status(status)) => {
+                let Some((events, peer, _)) = self.subscriber(status.subscription) else {
+                    return Ok(());
+                };
+                let known = matches!(
+                    status.state(),
+                    pb::HoldingState::Partial | pb::HoldingState::Whole
+                );
+                let own_root = Digest::try_from(status.own_root.as_ref()).ok();
+                (
+                    events,
+                    Event::Status {
+                        peer,
+                        known,
+                        own_root,
+                    },
+                )
+            }
+            Some(Body::Have(have)) => {
+                let Some((events, peer, blocks)) = self.subscriber(have.subscription) else {
+                    return Ok(());
+                };
+                let mut list = Vec::new();
+                for run in have.runs {
+                    let digests = parse_digests(&run.digests)?;
+                    if u64::from(run.first) + digests.len() as u64 > u64::from(blocks) {
+                        return Err(misbehaved(format!(
+                            "announced a block past the last one ({blocks} blocks)"
+                        )));
+                    }
+                    list.extend((run.first..).zip(digests));
+                }
+                (events, Event::Have { peer, blocks: list })
+            }
+            Some(Body::Declined(declined)) => {
+                let due = self.state.lock().due.remove(&declined.request);
+                let Some((subscription, due)) = due else {
+                    return Err(misbehaved(format!(
+                        "declined request {}, which is not open",
+                        declined.request
+                    )));
+                };
+                let Some((events, peer, _)) = self.subscriber(subscription) else {
+                    return Ok(());
+                };
+                match due {
+                    Due::Digests { first, .. } => (
+                        events,
+                        Event::Digests {
+                            peer,
+                            first,
+                            digests: None,
+                        },
+                    ),
+                    Due::Block { block, .. } => {
+                        let why = match declined.reason() {
+                            pb::DeclineReason::Busy => Decline::Busy,
+                            pb::DeclineReason::SentElsewhere => Decline::SentElsewhere,
+                            pb::DeclineReason::Canceled => Decline::Canceled,
+                            pb::DeclineReason::NotHeld
+                            | pb::DeclineReason::Unreadable
+                            | pb::DeclineReason::Unspecified => Decline::NotHeld,
+                        };
+                        (events, Event::Declined { peer, block, why })
+                    }
+                }
+            }
+            Some(Body::Digests(answer)) => {
+                let due = self.state.lock().due.remove(&answer.request);
+                let Some((subscription, Due::Digests { first, count })) = due else {
+                    return Err(misbehaved(format!(
+                        "answered request {}, which is not open",
+                        answer.request
+                    )));
+                };
+                let digests = parse_digests(&answer.digests)?;
+                if answer.first != first || digests.len() != count as usize {
+                    return Err(misbehaved("sent other digests than were asked for"));
+                }
+                let Some((events, peer, _)) = self.subscriber(subscription) else {
+                    return Ok(());
+                };
+                (
+                    events,
+                    Event::Digests {
+                        peer,
+                        first,
+                        digests: Some(digests),
+                    },
+                )
+            }
+            Some(Body::Pong(_)) => return Ok(()),
+            // What a later version says beside its answers is not for this one.
+            None => return Ok(()),
+            Some(other) => return Err(misbehaved(format!("sent a puller's message: {other:?}"))),
+        };
+        let _ = events.send(event).await;
+        Ok(())
+    }
+
+    async fn fail(&self, mut why: String) {
+        let (subscriptions, _due) = {
+            let mut state = self.state.lock();
+            // Unless it was given one when it was abandoned.
+            why = state.dead.get_or_insert(why).clone();
+            (
+                std::mem::take(&mut state.subscriptions),
+                std::mem::take(&mut state.due),
+            )
+        };
+        if !subscriptions.is_empty() {
+            tracing::debug!(node = %self.node_id, %why, "data connection closed");
+        }
+        for s in subscriptions.into_values() {
+            let _ = s
+                .events
+                .send(Event::Down {
+                    peer: s.peer,
+                    why: why.clone(),
+                })
+                .await;
+        }
+    }
+}
+
+type Slot = Arc<tokio::sync::Mutex<Weak<Link>>>;
+
+/// The open links of this node.
+pub(super) struct Links {
+    /// Preferred first; the last one (TCP) always works.
+    transports: Vec<Arc<dyn Transport>>,
+    buffers: Arc<BufferPool>,
+    /// By node id and address. The outer lock is held for the look-up only, a slot's lock across a dial, so
+    /// that fetches that want the same peer share it.
+    slots: Mutex<HashMap<(String, String), Slot>>,
+    open: Arc<Semaphore>,
+}
+
+impl Links {
+    pub(super) fn new(transports: Vec<Arc<dyn Transport>>, buffers: Arc<BufferPool>) -> Self {
+        Self {
+            transports,
+            buffers,
+            slots: Mutex::default(),
+            open: Arc::new(Semaphore::new(MAX_LINKS)),
+        }
+    }
+
+    /// The link to a peer, dialled if there is none.
+    pub(super) async fn get(&self, peer: &PeerAddress) -> Result<Arc<Link>, ConnectError> {
+        let slot = {
+            let mut slots = self.slots.lock();
+            // Forget slots that nobody uses, so that the map does not grow with every peer ever seen.
+            slots.retain(|_, s| Arc::strong_count(s) > 1 || s.try_lock().is_ok_and(|l| l.strong_count() > 0));
+            slots
+                .entry((peer.node_id.clone(), peer.data_address.clone()))
+                .or_default()
+                .clone()
+        };
+        let mut slot = slot.lock().await;
+        if let Some(link) = slot.upgrade().filter(|l| l.alive()) {
+            return Ok(link);
+        }
+        let permit = self
+            .open
+            .clone()
+            .try_acquire_owned()
+            .map_err(|_| ConnectError::TooMany { limit: MAX_LINKS })?;
+        let link = Link::start(self.dial(peer).await?, permit);
+        *slot = Arc::downgrade(&link);
+        Ok(link)
+    }
+
+    async fn dial(&self, peer: &PeerAddress) -> Result<Connection, ConnectError> {
+        let (last, preferred) = self.transports.split_last().expect("TCP is always there");
+        for transport in preferred {
+            if !peer.transports.iter().any(|t| t == transport.name()) {
+                continue;
+            }
+            match transport.connect(peer, self.buffers.clone()).await {
+                Ok(connection) => return Ok(connection),
+                Err(error) => tracing::warn!(
+                    node = %peer.node_id, transport = transport.name(), %error,
+                    "falling back to {}", last.name()
+                ),
+            }
+        }
+        last.connect(peer, self.buffers.clone()).await
     }
 }

@@ -100,8 +100,6 @@ pub struct SwarmConfig {
     pub upload: Option<Limit>,
     /// Of what comes from peers, and whatever else shares it.
     pub download: Arc<Rate>,
-    /// A peer that delivers so many bytes per second twice over is asked over two connections, and so on.
-    pub lane_bytes_per_s: f64,
     /// Breaks the rule that everything is verified, to see that the tests notice.
     #[cfg(test)]
     pub trust_anything: bool,
@@ -124,7 +122,6 @@ impl Default for SwarmConfig {
             drain_timeout: DRAIN_TIMEOUT,
             upload: None,
             download: Arc::default(),
-            lane_bytes_per_s: link::lanes::LANE_BYTES_PER_S,
             #[cfg(test)]
             trust_anything: false,
         }

@@ -53,9 +53,8 @@ use turns::{Turn, Turns};
 
 /// Most data connections that are served: every node of the largest cluster dials at most one or two.
 const MAX_CONNECTIONS: usize = 2048;
-/// Most data connections of one node: a link of the most lanes and those of a life before, which linger while it
-/// restarts, twice over.
-const MAX_CONNECTIONS_PER_NODE: usize = 4 * tcp::MAX_LANES;
+/// Most data connections of one node: one is what a node needs, a few more are there while it restarts.
+const MAX_CONNECTIONS_PER_NODE: usize = 8;
 /// Connections whose hello is not done: strangers that stay silent must not use up the process.
 const MAX_HANDSHAKES: usize = 256;
 /// Most subscriptions on one connection: each costs a task. 4,096 artifacts in flight at once between two
@@ -619,13 +618,8 @@ impl Server {
             let found = self.store.find(&wanted.model).filter(|a| wanted.matches(a));
             peer.serve_from(subscription, found.clone());
             if let Some(artifact) = found {
-                match wanted.blocks_only {
-                    true => peer.announce_nothing_of(subscription, &artifact).await?,
-                    false => {
-                        peer.announce_artifact(subscription, &artifact, &self.seals)
-                            .await?
-                    }
-                }
+                peer.announce_artifact(subscription, &artifact, &self.seals)
+                    .await?;
                 peer.serve_from(subscription, None);
             } else {
                 peer.status(subscription, pb::HoldingState::Unknown, None).await?;
@@ -672,8 +666,6 @@ struct Wanted {
     manifest_digest: Digest,
     block_size: u32,
     algorithm: Algorithm,
-    /// What is here is said on another connection of this puller.
-    blocks_only: bool,
 }
 
 impl Wanted {
@@ -692,7 +684,6 @@ impl Wanted {
                 .map_err(|e| misbehaved(e.to_string()))?,
             block_size: s.block_size_bytes,
             algorithm: algorithm.ok_or_else(|| misbehaved("named an unknown digest algorithm"))?,
-            blocks_only: s.blocks_only,
         })
     }
 

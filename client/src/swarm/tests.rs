@@ -1,7 +1,5 @@
 //! Nodes in one process, on loopback, over real stores.
 
-mod lanes;
-
 use super::*;
 use crate::store::{
     NewArtifact, StoreConfig,

@@ -190,10 +190,6 @@ impl std::fmt::Debug for Connection {
 pub trait Transport: Send + Sync {
     /// Its name in [`PeerAddress::transports`].
     fn name(&self) -> &'static str;
-    /// Most connections to one peer that carry blocks at the same time, where one is not as quick as the peer.
-    fn lanes(&self) -> usize {
-        1
-    }
     /// Dials `peer` and says hello.
     fn connect<'a>(
         &'a self,

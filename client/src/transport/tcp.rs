@@ -32,9 +32,6 @@ use tokio::{
 /// Longest wait for a TCP connection inside a cluster.
 const CONNECT_TIMEOUT: Duration = Duration::from_secs(5);
 
-/// Most connections to one peer: what four cores copy out of sockets is beyond 25 Gbit/s.
-pub const MAX_LANES: usize = 4;
-
 /// Names looked up at once: each takes a thread, for as long as a name server may hang.
 pub const MAX_LOOKUPS: usize = 8;
 
@@ -109,9 +106,6 @@ impl Tcp {
 impl Transport for Tcp {
     fn name(&self) -> &'static str {
         "tcp"
-    }
-    fn lanes(&self) -> usize {
-        MAX_LANES
     }
     fn connect<'a>(
         &'a self,

@@ -75,11 +75,6 @@ impl Pace {
         self.window
     }
 
-    /// What comes, in bytes per second; 0 until it is known.
-    pub(super) fn bytes_per_s(&self) -> f64 {
-        self.rate * 1e6
-    }
-
     /// Time from request to block without a queue of our own making, if any block came.
     pub(super) fn base_latency_us(&self) -> Option<f64> {
         let base = self.min_latency_us[0].min(self.min_latency_us[1]);

@@ -1,6 +1,6 @@
 //! The peers of a fetch: who is on the list, who is dialled and when, who is left and for how long.
 
-use super::{BadSource, Done, Fetch, Session, WORTH_TICKS};
+use super::{BadSource, Done, Fetch, Session};
 use crate::{
     swarm::{
         chooser::{PeerTraits, hash_id},
@@ -48,12 +48,6 @@ pub(super) struct Listed {
     /// Blocks that were verified since it was last forgiven something.
     verified: u32,
     pub(super) last_error: Option<String>,
-}
-
-impl Listed {
-    pub(super) fn address(&self) -> &PeerAddress {
-        &self.address
-    }
 }
 
 impl Fetch {
@@ -183,7 +177,6 @@ impl Fetch {
             link,
             subscription,
             requests: HashMap::new(),
-            worth: [1; WORTH_TICKS],
             own_root: None,
         };
         self.sessions.insert(peer, session);

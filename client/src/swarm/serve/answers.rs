@@ -100,19 +100,6 @@ impl Peer {
         Some(out.into())
     }
 
-    /// Says that requests can be answered, until the artifact's handle is closed.
-    pub(super) async fn announce_nothing_of(&self, subscription: u32, artifact: &Artifact) -> io::Result<()> {
-        self.status(subscription, pb::HoldingState::Partial, None).await?;
-        let mut progress = artifact.progress();
-        while artifact.closed().is_none() {
-            tokio::time::sleep(ANNOUNCE_INTERVAL).await;
-            if progress.changed().await.is_err() {
-                break;
-            }
-        }
-        Ok(())
-    }
-
     /// Until the artifact's handle is closed.
     pub(super) async fn announce_artifact(
         &self,
