@@ -9,7 +9,9 @@ use common::{
     Local, PATIENCE, Setup, eventually, probe, raft_client, register, secret, serving, settled, text,
 };
 use futures_util::StreamExt as _;
-use mooncake_master::consensus::{BootstrapError, NotReady, Options, ProposeError, ReadError, TransferError};
+use mooncake_master::consensus::{
+    BootstrapError, NotReady, Options, ProposeError, QUORUM_WITHIN, ReadError, TransferError,
+};
 use mooncake_proto::hello::{Purpose, Secret};
 use mooncake_proto::ids::NodeId;
 use mooncake_proto::pb::raft as pb;
@@ -115,6 +117,13 @@ async fn a_single_master_bootstraps_and_restarts() {
     let mut masters = setup.start_all().await;
     serving(&masters).await;
     let written = masters[&1].handle.propose(&register("a:1")).await.unwrap();
+    // Nothing is written meanwhile, and there is nobody who could confirm it.
+    tokio::time::sleep(QUORUM_WITHIN + Duration::from_millis(200)).await;
+    assert_eq!(
+        masters[&1].handle.readiness(PATIENCE),
+        Ok(()),
+        "a quorum by itself"
+    );
     masters.get_mut(&1).unwrap().stop().await;
 
     let masters = setup.start_all().await;

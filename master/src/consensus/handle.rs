@@ -359,8 +359,12 @@ impl Handle {
     /// How long ago this master, as leader, was confirmed by a quorum. `None`: it does not lead, or never was.
     pub fn quorum_silence(&self) -> Option<Duration> {
         let metrics = self.inner.raft.metrics();
-        let acked = metrics.borrow_watched().last_quorum_acked;
-        acked.map(|at| at.elapsed())
+        let metrics = metrics.borrow_watched();
+        // openraft notes a quorum when followers answer, and when something is written. A sole voter has nobody to ask.
+        if metrics.state == ServerState::Leader && metrics.membership_config.voter_ids().eq([metrics.id]) {
+            return Some(Duration::ZERO);
+        }
+        metrics.last_quorum_acked.map(|at| at.elapsed())
     }
 
     /// How long ago this master heard from a leader (as follower), or was elected or confirmed by a quorum (as leader);
