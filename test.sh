@@ -3,16 +3,17 @@
 # tests with real processes. Installs what it needs. Ends with one summary; exits 0 only if all of it passed.
 #
 # Usage: ./test.sh            everything
-#        ./test.sh NAME ...   only the named steps (fmt, clippy, crash, sabotage, tests, quickstart)
+#        ./test.sh NAME ...   only the named steps (fmt, clippy, crash, sabotage, tests, quickstart); rdma, which boots virtual
+#                             machines, only by its name
 set -euo pipefail
 cd "$(dirname "$0")"
 
 only=("$@")
 for name in "$@"; do
     case "$name" in
-    fmt | clippy | crash | sabotage | tests | quickstart) ;;
+    fmt | clippy | crash | sabotage | tests | quickstart | rdma) ;;
     *)
-        echo "test.sh: there is no step '$name'; the steps are fmt, clippy, crash, sabotage, tests, quickstart" >&2
+        echo "test.sh: there is no step '$name'; the steps are fmt, clippy, crash, sabotage, tests, quickstart, rdma" >&2
         exit 2
         ;;
     esac
@@ -56,6 +57,9 @@ step crash cargo test --quiet --workspace --features $broken --test store_crash
 step sabotage bash -c "cargo build --quiet --workspace --bins --features $broken && cargo test --quiet --workspace --features $broken --test sabotage"
 step tests bash -c 'cargo build --quiet --workspace --bins --examples && cargo test --workspace --all-targets --no-fail-fast'
 step quickstart scripts/test-quickstart.sh
+if [[ " ${only[*]} " == *" rdma "* ]]; then
+    step rdma rdma/vm/test.sh
+fi
 
 printf '\n==== summary\n'
 printf '%s\n' "${table[@]}"

@@ -2,6 +2,10 @@
 //!
 //! Names may be written with `-` or `_`, in flags and in the file. A flag wins over the file.
 
+mod rdma;
+
+pub use rdma::{RdmaArgs, TransportChoice};
+
 use crate::{rate::Limit, source::AllowList};
 use clap::{CommandFactory, FromArgMatches, Parser, parser::ValueSource};
 use mooncake_proto::{
@@ -111,6 +115,10 @@ pub struct Args {
     #[arg(long, value_name = "N", value_parser = clap::value_parser!(u32).range(1..=i64::from(MOST_TRANSFERS)))]
     pub max_transfers: Option<u32>,
 
+    /// By which transport, and by which devices
+    #[command(flatten)]
+    pub rdma: RdmaArgs,
+
     /// Staging that no job wants is removed this long after it was last written
     #[arg(long, value_name = "SECONDS", default_value_t = 86_400)]
     pub staging_expire_s: u64,
@@ -191,6 +199,10 @@ pub struct Settings {
     pub download_limit: Option<Limit>,
     /// The masters order no more than so many at once.
     pub max_transfers: Option<u32>,
+    /// Its devices; `None`: blocks go over TCP only.
+    pub rdma: Option<mooncake_rdma::Config>,
+    /// Whether the node does not start without it.
+    pub rdma_required: bool,
     /// See [`crate::store::STAGING_MAX_AGE`].
     pub staging_expire: std::time::Duration,
 }
@@ -298,6 +310,8 @@ impl Args {
             upload_limit: self.upload_limit,
             download_limit: self.download_limit,
             max_transfers: self.max_transfers,
+            rdma: self.rdma.config(),
+            rdma_required: self.rdma.transport == TransportChoice::Rdma,
             staging_expire: std::time::Duration::from_secs(self.staging_expire_s),
         })
     }
@@ -476,6 +490,49 @@ mod tests {
         }
         assert!(read(&["--label", "norack"]).is_err());
         assert!(read(&["--log-format", "xml"]).is_err());
+    }
+
+    #[test]
+    fn rdma_by_flag_and_file() {
+        let none = read(&[]).unwrap().check().unwrap();
+        assert!(
+            none.rdma.is_some() && !none.rdma_required,
+            "where it is there, it is used"
+        );
+        assert!(
+            read(&["--transport=tcp"])
+                .unwrap()
+                .check()
+                .unwrap()
+                .rdma
+                .is_none()
+        );
+        let file = file(
+            ".toml",
+            "transport = \"rdma\"\nrdma_device = [\"a\", \"b\"]\nrdma-memory = \"32MiB\"\nrdma_gid_index = 3\n",
+        );
+        let args = ["--config", file.path().to_str().unwrap(), "--rdma_mtu", "1024"];
+        let settings = read(&args).unwrap().check().unwrap();
+        assert!(settings.rdma_required);
+        let config = settings.rdma.unwrap();
+        assert_eq!(
+            (config.devices, config.gid_index),
+            (vec!["a".into(), "b".into()], Some(3))
+        );
+        assert_eq!(
+            (config.memory_bytes, config.mtu.unwrap().bytes()),
+            (32 << 20, 1024)
+        );
+        for wrong in [
+            "--rdma-mtu=1500",
+            "--rdma-memory=1MiB",
+            "--rdma-depth=0",
+            "--rdma-spin-us=2000",
+            "--transport=ib",
+        ] {
+            let error = read(&[wrong]).unwrap_err().to_string();
+            assert!(error.contains(wrong.split('=').next().unwrap()), "{error}");
+        }
     }
 
     #[test]

@@ -4,13 +4,21 @@ use crate::{
     executor::{Reports, TaskKind, Totals},
     session::{RoundTrips, Status},
     store::{ArtifactState, Store},
+    swarm::Swarm,
+    transport::{RDMA, TCP, rdma::Fabric},
 };
 use prometheus_client::{
     encoding::{EncodeLabelSet, EncodeLabelValue, LabelValueEncoder, text::encode},
     metrics::{counter::Counter, family::Family, gauge::Gauge, info::Info},
     registry::{Registry, Unit},
 };
-use std::{fmt, sync::Arc};
+use std::{
+    fmt,
+    sync::{
+        Arc,
+        atomic::{AtomicU64, Ordering},
+    },
+};
 use tokio::sync::watch;
 
 /// Where the numbers come from.
@@ -24,8 +32,10 @@ pub struct Sources {
     pub status: watch::Receiver<Status>,
     /// Of its heartbeats.
     pub round_trips: RoundTrips,
-    /// Bytes sent to peers.
-    pub served_bytes: Arc<dyn Fn() -> u64 + Send + Sync>,
+    /// What went to and came from peers.
+    pub swarm: Swarm,
+    /// If blocks may go by it.
+    pub rdma: Option<Arc<Fabric>>,
 }
 
 impl EncodeLabelValue for TaskKind {
@@ -43,6 +53,11 @@ struct KindLabel {
 struct OutcomeLabel {
     kind: TaskKind,
     outcome: &'static str,
+}
+
+#[derive(Clone, Debug, Hash, PartialEq, Eq, EncodeLabelSet)]
+struct TransportLabel {
+    transport: &'static str,
 }
 
 #[derive(Clone, Debug, Hash, PartialEq, Eq, EncodeLabelSet)]
@@ -83,7 +98,34 @@ pub fn render(sources: &Sources) -> Result<String, fmt::Error> {
         "Payload that arrived and was not taken: a second copy of a block, or an answer that came too late",
         moved.duplicate_bytes,
     );
-    bytes("served", "Payload sent to other nodes", (sources.served_bytes)());
+    let load = |counter: &AtomicU64| counter.load(Ordering::Relaxed);
+    let (stats, received) = (sources.swarm.stats(), sources.swarm.received());
+    let sent = load(&stats.uploaded_bytes);
+    bytes("served", "Payload sent to other nodes", sent);
+    let sent_by_rdma = load(&stats.uploaded_by_rdma_bytes);
+    for (name, help, by_tcp, by_rdma) in [
+        (
+            "sent",
+            "Payload sent to other nodes, by transport; by RDMA: given to them to read",
+            sent.saturating_sub(sent_by_rdma),
+            sent_by_rdma,
+        ),
+        (
+            "received",
+            "Payload received from other nodes, by transport",
+            load(&received.tcp_bytes),
+            load(&received.rdma_bytes),
+        ),
+    ] {
+        let family = Family::<TransportLabel, Counter>::default();
+        for (transport, value) in [(TCP, by_tcp), (RDMA, by_rdma)] {
+            family.get_or_create(&TransportLabel { transport }).inc_by(value);
+        }
+        registry.register_with_unit(name, help, Unit::Bytes, family);
+    }
+    if let Some(fabric) = &sources.rdma {
+        rdma(&mut registry, fabric);
+    }
 
     let tasks = Family::<OutcomeLabel, Counter>::default();
     for ((kind, outcome), count) in outcomes {
@@ -167,6 +209,47 @@ pub fn render(sources: &Sources) -> Result<String, fmt::Error> {
     let mut text = String::new();
     encode(&mut text, &registry)?;
     Ok(text)
+}
+
+fn rdma(registry: &mut Registry, fabric: &Fabric) {
+    let (serving, receiving) = (fabric.rdma().serving(), fabric.rdma().receiving());
+    let fallbacks = Counter::<u64>::default();
+    fallbacks.inc_by(fabric.fallbacks());
+    let help = "How often RDMA failed, in set-up or in use, so that blocks went over TCP";
+    registry.register("rdma_fallbacks", help, fallbacks);
+    for (name, help, unit, value) in [
+        (
+            "rdma_registered",
+            "Memory registered with RDMA devices",
+            Some(Unit::Bytes),
+            serving.bytes() + receiving.bytes(),
+        ),
+        (
+            "rdma_registered_peak",
+            "The most memory that was registered with RDMA devices since this process started, at most",
+            Some(Unit::Bytes),
+            serving.peak_bytes() + receiving.peak_bytes(),
+        ),
+        (
+            "rdma_registered_limit",
+            "Bound of the memory registered with RDMA devices",
+            Some(Unit::Bytes),
+            serving.max_bytes() + receiving.max_bytes(),
+        ),
+        (
+            "rdma_ports",
+            "Ports of RDMA devices that can be used",
+            None,
+            fabric.rdma().report().ways.len(),
+        ),
+    ] {
+        let metric = Gauge::<i64>::default();
+        metric.set(gauge(value as u64));
+        match unit {
+            Some(unit) => registry.register_with_unit(name, help, unit, metric),
+            None => registry.register(name, help, metric),
+        }
+    }
 }
 
 /// The name in JSON and labels.

@@ -11,9 +11,15 @@ use crate::{
     store::{Store, StoreConfig},
     swarm::{BadSource, BadSources, Swarm, SwarmConfig},
     task::TaskFailure,
+    transport::{RDMA, TCP, rdma::Fabric},
 };
 use anyhow::Context;
-use mooncake_proto::{hello::HelloConfig, manifest::Seal, pb::session as pb};
+use mooncake_proto::{
+    hello::{FEATURE_RDMA, HelloConfig},
+    manifest::Seal,
+    pb::session as pb,
+};
+use mooncake_rdma::Rdma;
 use std::{
     net::SocketAddr,
     sync::{
@@ -138,13 +144,17 @@ impl Node {
             tracing::info!("no --allow-source: this node reads no source, it only receives from other nodes");
         }
 
+        let rdma = match settings.rdma {
+            Some(config) => start_rdma(config, settings.rdma_required).await?,
+            None => None,
+        };
         let hello = Arc::new(HelloConfig {
             cluster_id: settings.cluster_id,
             secret: settings.secret,
             node_id: node_id.clone(),
             instance_id: store.store_id().to_owned(),
             software: SOFTWARE.to_owned(),
-            features: 0,
+            features: if rdma.is_some() { FEATURE_RDMA } else { 0 },
         });
         let stop = CancellationToken::new();
         let mut vital = JoinSet::new();
@@ -157,7 +167,7 @@ impl Node {
             ..swarm_config(settings.max_uploads)
         };
         memory::warm(source::limits::MAX_BUFFERS + swarm_config.max_received);
-        let swarm = Swarm::new(store.clone(), hello.clone(), swarm_config);
+        let swarm = Swarm::with_rdma(store.clone(), hello.clone(), swarm_config, rdma.clone());
         let (server, server_stop) = (swarm.clone(), stop.clone());
         vital.spawn(async move {
             server.serve(data, server_stop).await;
@@ -181,7 +191,7 @@ impl Node {
             store_id: store.store_id().to_owned(),
             http_address: reachable(http_address, &advertise),
             data_address: advertise,
-            transports: vec!["tcp".to_owned()],
+            transports: transports(rdma.as_deref()),
             labels: settings.labels.into_iter().collect(),
             max_transfers: settings.max_transfers.unwrap_or(0),
             version: env!("CARGO_PKG_VERSION").to_owned(),
@@ -202,13 +212,13 @@ impl Node {
         )
         .context("cannot start the session's thread")?;
 
-        let served_bytes = Arc::new(move || swarm.stats().uploaded_bytes.load(Ordering::Relaxed));
         let metrics = metrics::Sources {
             store: store.clone(),
             reports,
             status: session.status(),
             round_trips: session.round_trips(),
-            served_bytes,
+            swarm,
+            rdma,
         };
         let http = Http::new(node_id.clone(), store.clone(), metrics);
         let (server, server_stop) = (http.clone(), stop.clone());
@@ -332,6 +342,40 @@ impl Node {
         }
         tracing::info!(node = %self.node_id, "stopped");
     }
+}
+
+/// This node's RDMA, if it has what is needed: the library at least, for a device may come later.
+async fn start_rdma(config: mooncake_rdma::Config, required: bool) -> anyhow::Result<Option<Arc<Fabric>>> {
+    let started = tokio::task::spawn_blocking(move || Rdma::start(config));
+    let rdma = started
+        .await?
+        .context("cannot start the thread that looks after RDMA devices")?;
+    let report = rdma.report();
+    match report.hindrance() {
+        None => tracing::info!(rdma = %report, "blocks go by RDMA to and from nodes that can"),
+        Some(_) if required => {
+            anyhow::bail!(
+                "--transport rdma, but RDMA cannot be used here: {report} (or give --transport auto)"
+            )
+        }
+        Some(what) => tracing::info!(what, rdma = %report, "RDMA cannot be used here; blocks go over TCP"),
+    }
+    // Without the library nothing can change before the next start: other nodes need not ask.
+    Ok((report.hindrance() != Some("library")).then(|| Fabric::new(rdma)))
+}
+
+/// What this node tells the masters of its transports, for people to see. What keeps a device from being used is said, too;
+/// a node without any has none to speak of.
+fn transports(rdma: Option<&Fabric>) -> Vec<String> {
+    let mut all = vec![TCP.to_owned()];
+    if let Some(fabric) = rdma {
+        match fabric.rdma().report().hindrance() {
+            None => all.push(RDMA.to_owned()),
+            Some("device" | "library") => {}
+            Some(what) => all.push(format!("{RDMA}-off:{what}")),
+        }
+    }
+    all
 }
 
 /// Where others reach a port that listens on every address: at the host of the advertised address.

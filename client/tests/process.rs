@@ -63,6 +63,23 @@ async fn recorded_bytes(root: &Path, least: u64) -> u64 {
 }
 
 #[tokio::test(flavor = "multi_thread", worker_threads = 2)]
+async fn a_node_that_must_have_rdma_and_cannot_does_not_start() {
+    let folder = tempfile::tempdir().unwrap();
+    let more = ["--transport=rdma", "--rdma-device=no_such_device"];
+    let mut command = command(&folder.path().join("models"), "127.0.0.1:1", &more);
+    let ended = within("it says why and ends", command.stderr(Stdio::piped()).output())
+        .await
+        .unwrap();
+    assert_eq!(ended.status.code(), Some(1));
+    let said = String::from_utf8_lossy(&ended.stderr);
+    assert!(
+        said.contains("--transport rdma, but RDMA cannot be used here"),
+        "{said}"
+    );
+    assert!(said.contains("--transport auto"), "{said}");
+}
+
+#[tokio::test(flavor = "multi_thread", worker_threads = 2)]
 async fn killed_and_restarted_it_goes_on_where_it_was() {
     const SIZE: usize = 24 << 20;
     let folder = tempfile::tempdir().unwrap();

@@ -538,6 +538,7 @@ impl Fetch {
             );
             return Err(TaskFailure::retryable("staging_closed", message));
         }
+        self.renew();
         self.dial_due();
         self.list_overdue();
         if !self.chooser.whole() && self.last_progress.elapsed() >= REPORT_EVERY {
@@ -556,6 +557,19 @@ impl Fetch {
             );
         }
         Ok(())
+    }
+}
+
+impl Fetch {
+    /// Leaves one peer whose blocks came over TCP because RDMA had failed, if it may be tried again: it is dialled anew.
+    /// What was asked of it is asked again.
+    fn renew(&mut self) {
+        let links = &self.swarm.links;
+        let outdated = self.sessions.iter().find(|(_, s)| links.may_be_better(&s.link));
+        if let Some((&peer, session)) = outdated {
+            tracing::info!(model = %self.artifact.model(), node = %session.node_id, "dialling a peer anew, to try RDMA again");
+            self.leave(peer, false);
+        }
     }
 }
 

@@ -9,8 +9,9 @@ use crate::{
     store::Artifact,
     transport::{
         BlockGate, ConnectError, Connection, Frame, FrameReceiver, FrameSender, PING_INTERVAL, PeerAddress,
-        Transport,
+        RDMA, Transport,
         buffer::{BlockBuffer, BufferPool},
+        rdma::Fabric,
     },
 };
 use mooncake_proto::{digest::Digest, pb::peer as pb};
@@ -20,7 +21,11 @@ use prost::{Message, bytes::Bytes};
 use std::{
     collections::HashMap,
     io,
-    sync::{Arc, Weak},
+    sync::{
+        Arc, Weak,
+        atomic::{AtomicU64, Ordering},
+    },
+    time::Instant,
 };
 use tokio::sync::{OwnedSemaphorePermit, Semaphore, mpsc};
 use tokio_util::sync::{CancellationToken, DropGuard};
@@ -98,9 +103,31 @@ struct State {
     dead: Option<String>,
 }
 
+/// Blocks' bytes that came from peers, by transport.
+#[derive(Debug, Default)]
+pub struct Received {
+    /// Over TCP.
+    pub tcp_bytes: AtomicU64,
+    /// By RDMA.
+    pub rdma_bytes: AtomicU64,
+}
+
+impl Received {
+    fn add(&self, transport: &str, bytes: usize) {
+        let counter = if transport == RDMA {
+            &self.rdma_bytes
+        } else {
+            &self.tcp_bytes
+        };
+        counter.fetch_add(bytes as u64, Ordering::Relaxed);
+    }
+}
+
 #[derive(Debug)]
 struct Shared {
     node_id: String,
+    transport: &'static str,
+    received: Arc<Received>,
     /// Short sections, never across an await.
     state: Mutex<State>,
 }
@@ -120,6 +147,8 @@ pub(super) struct Link {
     shared: Arc<Shared>,
     /// Bounded by what is sent: a request per permit, a cancel per request, a few subscriptions.
     outgoing: mpsc::UnboundedSender<Bytes>,
+    /// If it does not go by the best transport of both ends: from when on another connection may.
+    better_from: Option<Instant>,
     stop: CancellationToken,
     _stop: DropGuard,
 }
@@ -129,9 +158,12 @@ pub(super) struct Link {
 pub(super) struct Closed;
 
 impl Link {
-    fn start(connection: Connection, slot: OwnedSemaphorePermit) -> Arc<Self> {
+    fn start(connection: Connection, slot: OwnedSemaphorePermit, received: Arc<Received>) -> Arc<Self> {
+        let better_from = connection.better_from;
         let shared = Arc::new(Shared {
             node_id: connection.peer.node_id.clone(),
+            transport: connection.transport,
+            received,
             state: Mutex::default(),
         });
         let (outgoing, queue) = mpsc::unbounded_channel();
@@ -161,6 +193,7 @@ impl Link {
         });
         Arc::new(Self {
             shared,
+            better_from,
             outgoing,
             _stop: stop.clone().drop_guard(),
             stop,
@@ -312,7 +345,10 @@ async fn write(
 async fn read(shared: &Shared, mut receiver: Box<dyn FrameReceiver>) -> io::Error {
     loop {
         let handled = match receiver.receive(shared).await {
-            Ok(Frame::Block { id, bytes }) => shared.block(id, bytes).await,
+            Ok(Frame::Block { id, bytes }) => {
+                shared.received.add(shared.transport, bytes.len());
+                shared.block(id, bytes).await
+            }
             Ok(Frame::Control(bytes)) => match pb::PeerMessage::decode(bytes) {
                 Ok(message) => shared.control(message).await,
                 Err(e) => Err(misbehaved(format!("sent a message that cannot be read: {e}"))),
@@ -511,21 +547,39 @@ type Slot = Arc<tokio::sync::Mutex<Weak<Link>>>;
 pub(super) struct Links {
     /// Preferred first; the last one (TCP) always works.
     transports: Vec<Arc<dyn Transport>>,
+    rdma: Option<Arc<Fabric>>,
     buffers: Arc<BufferPool>,
     /// By node id and address. The outer lock is held for the look-up only, a slot's lock across a dial, so
     /// that fetches that want the same peer share it.
     slots: Mutex<HashMap<(String, String), Slot>>,
     open: Arc<Semaphore>,
+    received: Arc<Received>,
 }
 
 impl Links {
-    pub(super) fn new(transports: Vec<Arc<dyn Transport>>, buffers: Arc<BufferPool>) -> Self {
+    pub(super) fn new(
+        transports: Vec<Arc<dyn Transport>>,
+        rdma: Option<Arc<Fabric>>,
+        buffers: Arc<BufferPool>,
+    ) -> Self {
         Self {
             transports,
+            rdma,
             buffers,
             slots: Mutex::default(),
             open: Arc::new(Semaphore::new(MAX_LINKS)),
+            received: Arc::default(),
         }
+    }
+
+    pub(super) fn received(&self) -> &Received {
+        &self.received
+    }
+
+    /// Whether a new connection may be a better one than this link's: one by RDMA, if this node can now.
+    pub(super) fn may_be_better(&self, link: &Link) -> bool {
+        let outdated = link.better_from.is_some_and(|from| from <= Instant::now());
+        outdated && self.rdma.as_ref().is_some_and(|rdma| rdma.is_usable())
     }
 
     /// The link to a peer, dialled if there is none.
@@ -540,7 +594,8 @@ impl Links {
                 .clone()
         };
         let mut slot = slot.lock().await;
-        if let Some(link) = slot.upgrade().filter(|l| l.alive()) {
+        let usable = |link: &Arc<Link>| link.alive() && !self.may_be_better(link);
+        if let Some(link) = slot.upgrade().filter(usable) {
             return Ok(link);
         }
         let permit = self
@@ -548,7 +603,7 @@ impl Links {
             .clone()
             .try_acquire_owned()
             .map_err(|_| ConnectError::TooMany { limit: MAX_LINKS })?;
-        let link = Link::start(self.dial(peer).await?, permit);
+        let link = Link::start(self.dial(peer).await?, permit, self.received.clone());
         *slot = Arc::downgrade(&link);
         Ok(link)
     }

@@ -42,6 +42,7 @@ pub mod words;
 
 pub use crate::transport::PeerAddress;
 pub use fetch::{BadSource, BadSources};
+pub use link::Received;
 pub use serve::ServeStats;
 
 use crate::{
@@ -51,6 +52,7 @@ use crate::{
     transport::{
         Transport,
         buffer::{BufferPool, MIN_RECEIVED},
+        rdma::{self, Fabric},
         tcp::{self, Tcp},
     },
 };
@@ -139,7 +141,12 @@ impl SwarmConfig {
 
     /// Most blocking calls under way at once.
     pub fn blocking_calls(&self) -> usize {
-        self.max_uploads.max(1) + self.max_writers.max(1) + MAX_PROOFS + serve::MAX_SEALS + tcp::MAX_LOOKUPS
+        self.max_uploads.max(1)
+            + self.max_writers.max(1)
+            + MAX_PROOFS
+            + serve::MAX_SEALS
+            + tcp::MAX_LOOKUPS
+            + rdma::MAX_KERNEL_CALLS
     }
 }
 
@@ -164,8 +171,18 @@ pub struct Swarm {
 impl Swarm {
     /// Serves from `store`, says `hello` on every connection.
     pub fn new(store: Store, hello: Arc<HelloConfig>, config: SwarmConfig) -> Self {
-        let tcp: Arc<dyn Transport> = Arc::new(Tcp::new(hello.clone()));
-        Self::with_transports(store, hello, config, vec![tcp])
+        Self::with_rdma(store, hello, config, None)
+    }
+
+    /// Like [`Swarm::new`]; blocks go by RDMA to and from peers that can, too. `hello` shows the feature then.
+    pub fn with_rdma(
+        store: Store,
+        hello: Arc<HelloConfig>,
+        config: SwarmConfig,
+        rdma: Option<Arc<Fabric>>,
+    ) -> Self {
+        let tcp: Arc<dyn Transport> = Arc::new(Tcp::with_rdma(hello.clone(), rdma.clone()));
+        Self::build(store, hello, config, rdma, vec![tcp])
     }
 
     /// Like [`Swarm::new`], dialling with `transports`: preferred ones first, TCP last.
@@ -175,6 +192,16 @@ impl Swarm {
         config: SwarmConfig,
         transports: Vec<Arc<dyn Transport>>,
     ) -> Self {
+        Self::build(store, hello, config, None, transports)
+    }
+
+    fn build(
+        store: Store,
+        hello: Arc<HelloConfig>,
+        config: SwarmConfig,
+        rdma: Option<Arc<Fabric>>,
+        transports: Vec<Arc<dyn Transport>>,
+    ) -> Self {
         assert!(!transports.is_empty(), "at least TCP");
         let buffers = Arc::new(BufferPool::new(config.max_received));
         // Two of the largest blocks must fit, or a fetch could not move at all.
@@ -182,11 +209,12 @@ impl Swarm {
         let budget = config.buffer_bytes.max(least) / BUDGET_UNIT_BYTES as usize;
         Self {
             inner: Arc::new(Inner {
-                links: Links::new(transports, buffers.clone()),
+                links: Links::new(transports, rdma.clone(), buffers.clone()),
                 server: Arc::new(Server::new(
                     store,
                     hello.clone(),
                     buffers,
+                    rdma,
                     config.upload_slots(),
                     Rate::new(config.upload),
                 )),
@@ -207,6 +235,11 @@ impl Swarm {
     /// What the serving side did so far.
     pub fn stats(&self) -> &ServeStats {
         &self.inner.server.stats
+    }
+
+    /// What came from peers so far, whatever became of it.
+    pub fn received(&self) -> &Received {
+        self.inner.links.received()
     }
 
     /// Fetches what `artifact` misses from `peers`, whose list may change at any time, and proves it by

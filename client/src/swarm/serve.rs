@@ -10,6 +10,7 @@
 
 mod answers;
 mod turns;
+mod waits;
 
 pub(super) use answers::ANNOUNCE_INTERVAL;
 
@@ -21,7 +22,8 @@ use crate::{
     rate::Rate,
     store::{Artifact, Store},
     transport::{
-        BlockSource, Connection, Frame, FrameReceiver, FrameSender, NoBlocks, Sent, buffer::BufferPool, tcp,
+        BlockSource, Connection, Frame, FrameReceiver, FrameSender, NoBlocks, RDMA, Room, Sent,
+        buffer::BufferPool, rdma::Fabric, tcp,
     },
 };
 use mooncake_proto::{
@@ -50,6 +52,7 @@ use tokio::{
 };
 use tokio_util::sync::CancellationToken;
 use turns::{Turn, Turns};
+use waits::{Balance, room};
 
 /// Most data connections that are served: every node of the largest cluster dials at most one or two.
 const MAX_CONNECTIONS: usize = 2048;
@@ -76,6 +79,8 @@ pub(super) const MAX_SEALS: usize = 2;
 pub struct ServeStats {
     /// Blocks' bytes sent.
     pub uploaded_bytes: AtomicU64,
+    /// Of these, those that peers were given to read by RDMA.
+    pub uploaded_by_rdma_bytes: AtomicU64,
     /// Blocks sent.
     pub uploaded_blocks: AtomicU64,
     /// Blocks being sent now.
@@ -93,6 +98,7 @@ pub(super) struct Server {
     store: Store,
     hello: Arc<HelloConfig>,
     buffers: Arc<BufferPool>,
+    rdma: Option<Arc<Fabric>>,
     uploads: Arc<Turns>,
     rate: Rate,
     seals: Arc<Semaphore>,
@@ -153,10 +159,6 @@ impl Queued {
     }
 }
 
-/// What a connection has waited for at the rate, less what it has sent since. Below zero after a block that was longer
-/// than the one which was to be sent when it waited.
-type Balance = i64;
-
 /// What a subscription is served from; none while the artifact is not here.
 struct Served {
     artifact: Option<Arc<Artifact>>,
@@ -168,6 +170,8 @@ struct Served {
 struct Peer {
     id: ConnectionId,
     node_id: String,
+    /// Whether its blocks go by RDMA.
+    by_rdma: bool,
     control: mpsc::Sender<Bytes>,
     /// Short sections, never across an await.
     queue: Mutex<VecDeque<Queued>>,
@@ -198,6 +202,7 @@ impl Server {
         store: Store,
         hello: Arc<HelloConfig>,
         buffers: Arc<BufferPool>,
+        rdma: Option<Arc<Fabric>>,
         max_uploads: usize,
         rate: Rate,
     ) -> Self {
@@ -205,6 +210,7 @@ impl Server {
             store,
             hello,
             buffers,
+            rdma,
             uploads: Arc::new(Turns::new(max_uploads)),
             rate,
             seals: Arc::new(Semaphore::new(MAX_SEALS)),
@@ -282,13 +288,14 @@ impl Server {
         from: std::net::SocketAddr,
         handshake: OwnedSemaphorePermit,
     ) {
-        let connection = match tcp::accept(stream, &self.hello, self.buffers.clone()).await {
-            Ok(connection) => connection,
-            Err(error) => {
-                tracing::warn!(%from, %error, "refused a data connection");
-                return;
-            }
-        };
+        let connection =
+            match tcp::accept(stream, &self.hello, self.buffers.clone(), self.rdma.as_ref()).await {
+                Ok(connection) => connection,
+                Err(error) => {
+                    tracing::warn!(%from, %error, "refused a data connection");
+                    return;
+                }
+            };
         drop(handshake);
         let node_id = connection.peer.node_id.clone();
         {
@@ -311,6 +318,7 @@ impl Server {
     async fn serve(self: Arc<Self>, connection: Connection) {
         let Connection {
             peer: info,
+            transport,
             sender,
             receiver,
             ..
@@ -319,6 +327,7 @@ impl Server {
         let peer = Arc::new(Peer {
             id: self.next_connection.fetch_add(1, Ordering::Relaxed),
             node_id: info.node_id,
+            by_rdma: transport == RDMA,
             control,
             queue: Mutex::default(),
             pushed: Notify::new(),
@@ -493,7 +502,12 @@ impl Server {
                 }
                 continue;
             };
-            let slot = self.slot(peer.id, rank, &mut sender, &mut control).await?;
+            // Before a slot, which others wait for.
+            let room = room(peer, &mut sender, &mut control).await?;
+            let slot = match &room {
+                Some(_) => self.slot(peer.id, rank, &mut sender, &mut control).await?,
+                None => None,
+            };
             if slot.is_some() {
                 self.wait_for_rate(peer, &mut balance, &mut sender, &mut control)
                     .await?;
@@ -503,63 +517,13 @@ impl Server {
             match slot {
                 Some(slot) => {
                     balance -= Balance::from(next.len());
-                    self.upload(peer, &mut sender, next, slot).await?;
+                    let room = room.unwrap_or_default();
+                    self.upload(peer, &mut sender, next, (slot, room)).await?;
                 }
                 None => {
-                    self.stats.declined_busy.fetch_add(1, Ordering::Relaxed);
                     next.log.lock().dropped(peer.id, next.block);
-                    sender
-                        .send_control(decline(next.request, pb::DeclineReason::Busy))
-                        .await?;
+                    self.busy(&mut sender, next.request).await?;
                 }
-            }
-        }
-    }
-
-    /// An upload slot, in turn; `None` if that takes too long. Control messages go out meanwhile.
-    async fn slot(
-        &self,
-        who: ConnectionId,
-        rank: Rank,
-        sender: &mut Box<dyn FrameSender>,
-        control: &mut mpsc::Receiver<Bytes>,
-    ) -> io::Result<Option<Turn>> {
-        let slot = self.uploads.clone().take(who, rank);
-        let deadline = tokio::time::sleep(BUSY_AFTER);
-        tokio::pin!(slot, deadline);
-        loop {
-            tokio::select! {
-                biased;
-                slot = &mut slot => return Ok(Some(slot)),
-                Some(message) = control.recv() => sender.send_control(message).await?,
-                () = &mut deadline => return Ok(None),
-            }
-        }
-    }
-
-    /// Until the next block may go out, if a person has set a limit. Control messages go out meanwhile; and the block
-    /// stays in the queue, where it can be canceled.
-    async fn wait_for_rate(
-        &self,
-        peer: &Peer,
-        balance: &mut Balance,
-        sender: &mut Box<dyn FrameSender>,
-        control: &mut mpsc::Receiver<Bytes>,
-    ) -> io::Result<()> {
-        let due = Balance::from(peer.next_len()) - *balance;
-        let Ok(due) = u64::try_from(due) else {
-            return Ok(());
-        };
-        let allowed = self.rate.wait(due);
-        tokio::pin!(allowed);
-        loop {
-            tokio::select! {
-                biased;
-                () = &mut allowed => {
-                    *balance = balance.saturating_add_unsigned(due);
-                    return Ok(());
-                }
-                Some(message) = control.recv() => sender.send_control(message).await?,
             }
         }
     }
@@ -569,7 +533,7 @@ impl Server {
         peer: &Peer,
         sender: &mut Box<dyn FrameSender>,
         next: Queued,
-        slot: Turn,
+        (slot, room): (Turn, Room),
     ) -> io::Result<()> {
         let len = next.len();
         let Queued {
@@ -589,12 +553,21 @@ impl Server {
             server: self.clone(),
             _slot: slot,
         };
-        match sender.send_block(request, Box::new(upload)).await? {
+        match sender.send_block(request, Box::new(upload), room).await? {
             Sent::Done => {
                 log.lock().sent(peer.id, block, self.now_ms());
                 self.stats.uploaded_bytes.fetch_add(len.into(), Ordering::Relaxed);
+                if peer.by_rdma {
+                    let bytes = &self.stats.uploaded_by_rdma_bytes;
+                    bytes.fetch_add(len.into(), Ordering::Relaxed);
+                }
                 self.stats.uploaded_blocks.fetch_add(1, Ordering::Relaxed);
                 Ok(())
+            }
+            // A larger block than the one which was next when room was made: rare, and asked for again.
+            Sent::NoRoom => {
+                log.lock().dropped(peer.id, block);
+                self.busy(sender, request).await
             }
             Sent::Unreadable(error) => {
                 log.lock().dropped(peer.id, block);

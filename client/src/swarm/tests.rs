@@ -605,7 +605,7 @@ async fn mute(listener: &TcpListener, hello: Arc<HelloConfig>, seal: Seal, asked
     use mooncake_proto::pb::peer::{self as pb, peer_message::Body};
     use prost::Message;
     let (stream, _) = listener.accept().await.unwrap();
-    let accepted = crate::transport::tcp::accept(stream, &hello, Arc::default()).await;
+    let accepted = crate::transport::tcp::accept(stream, &hello, Arc::default(), None).await;
     let (mut sender, mut receiver) = accepted.map(|c| (c.sender, c.receiver)).unwrap();
     while let Ok(Frame::Control(bytes)) = receiver.receive(&NoBlocks).await {
         let answer = match pb::PeerMessage::decode(bytes).unwrap().body {
@@ -969,6 +969,42 @@ async fn what_an_abandoned_link_owed_is_free_and_nobody_gets_it_again() {
     assert_eq!(down, [1, 2]);
 }
 
+/// Both have the library and no device.
+#[tokio::test(flavor = "multi_thread", worker_threads = 2)]
+async fn a_link_is_shared_for_as_long_as_no_better_one_can_be_had() {
+    use crate::transport::{rdma, tcp};
+    let (m, _, _) = model_of(1);
+    let node = Node::start("b", &m).await;
+    let fabric = rdma::without_device();
+    let (listener, peer, theirs) = node.impostor("theirs", false).await;
+    let feature = |hello: &HelloConfig| {
+        Arc::new(HelloConfig {
+            features: mooncake_proto::hello::FEATURE_RDMA,
+            ..hello.clone()
+        })
+    };
+    let (ours, theirs) = (feature(&node.swarm.inner.hello), feature(&theirs));
+    let serving = fabric.clone();
+    tokio::spawn(async move {
+        let mut open = Vec::new();
+        loop {
+            let (stream, _) = listener.accept().await.unwrap();
+            open.push(
+                tcp::accept(stream, &theirs, Arc::default(), Some(&serving))
+                    .await
+                    .unwrap(),
+            );
+        }
+    });
+    let transport: Arc<dyn crate::transport::Transport> =
+        Arc::new(tcp::Tcp::with_rdma(ours, Some(fabric.clone())));
+    let links = link::Links::new(vec![transport], Some(fabric), Arc::default());
+    let link = links.get(&peer).await.unwrap();
+    tokio::time::sleep(rdma::rests::FIRST + Duration::from_millis(200)).await;
+    let again = links.get(&peer).await.unwrap();
+    assert!(Arc::ptr_eq(&link, &again));
+}
+
 /// A block that was condemned and read again while a request for the old one was on its way.
 #[tokio::test(flavor = "multi_thread", worker_threads = 2)]
 async fn what_is_another_block_by_now_is_declined() {
@@ -1016,7 +1052,7 @@ impl crate::transport::BlockSource for PartOfFile {
 
 /// Announces every block of `good` and serves it, except for the first one that it is ever asked for: that is `bad`.
 async fn wrong_once(listener: TcpListener, hello: Arc<HelloConfig>, good: Vec<u8>) {
-    use crate::transport::{Frame, NoBlocks};
+    use crate::transport::{Frame, NoBlocks, Room};
     use mooncake_proto::pb::peer::{self as pb, peer_message::Body};
     use prost::Message;
     use std::io::Write;
@@ -1034,7 +1070,7 @@ async fn wrong_once(listener: TcpListener, hello: Arc<HelloConfig>, good: Vec<u8
     let mut is_wrong = true;
     loop {
         let (stream, _) = listener.accept().await.unwrap();
-        let accepted = crate::transport::tcp::accept(stream, &hello, Arc::default()).await;
+        let accepted = crate::transport::tcp::accept(stream, &hello, Arc::default(), None).await;
         let (mut sender, mut receiver) = accepted.map(|c| (c.sender, c.receiver)).unwrap();
         while let Ok(Frame::Control(bytes)) = receiver.receive(&NoBlocks).await {
             let answer = match pb::PeerMessage::decode(bytes).unwrap().body {
@@ -1068,7 +1104,9 @@ async fn wrong_once(listener: TcpListener, hello: Arc<HelloConfig>, good: Vec<u8
                         offset: u64::from(r.block) * u64::from(BLOCK),
                         len: BLOCK,
                     };
-                    let _ = sender.send_block(r.request, Box::new(block)).await;
+                    let _ = sender
+                        .send_block(r.request, Box::new(block), Room::default())
+                        .await;
                     continue;
                 }
                 _ => continue,

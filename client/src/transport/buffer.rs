@@ -1,6 +1,7 @@
 //! The bound on blocks that were received and are not yet written, over all connections of a node.
 
 use crate::memory::Block;
+use mooncake_rdma::Lease;
 use std::{ops::Deref, sync::Arc};
 use tokio::sync::{OwnedSemaphorePermit, Semaphore};
 
@@ -35,26 +36,62 @@ impl BufferPool {
 
     /// Waits for a turn: an empty buffer with room for `len` bytes.
     pub async fn take(&self, len: usize) -> BlockBuffer {
-        let turn = self.turns.clone().acquire_owned().await.expect("never closed");
+        let turn = self.turn().await;
         BlockBuffer {
-            bytes: Block::take(len),
+            bytes: Memory::Own(Block::take(len)),
             _turn: turn,
         }
     }
+
+    /// Waits for a turn only: for a transport that has memory of its own.
+    pub(super) async fn turn(&self) -> Turn {
+        self.turns.clone().acquire_owned().await.expect("never closed")
+    }
+}
+
+/// The right to one block in memory.
+pub(super) type Turn = OwnedSemaphorePermit;
+
+#[derive(Debug)]
+enum Memory {
+    Own(Block),
+    /// A slab that a network card wrote, and how many bytes of it.
+    Registered(Lease, usize),
 }
 
 /// One block's bytes, and its turn until it is dropped.
 #[derive(Debug)]
 pub struct BlockBuffer {
     // Before its turn is over: fields are dropped in this order, and the next one finds the memory.
-    pub(super) bytes: Block,
-    _turn: OwnedSemaphorePermit,
+    bytes: Memory,
+    _turn: Turn,
+}
+
+impl BlockBuffer {
+    /// A block of `len` bytes that was read into a slab.
+    pub(super) fn registered(slab: Lease, len: usize, turn: Turn) -> Self {
+        Self {
+            bytes: Memory::Registered(slab, len),
+            _turn: turn,
+        }
+    }
+
+    /// To be filled; of a buffer that [`BufferPool::take`] gave.
+    pub(super) fn own(&mut self) -> &mut Vec<u8> {
+        match &mut self.bytes {
+            Memory::Own(block) => block,
+            Memory::Registered(..) => unreachable!("a network card fills registered memory"),
+        }
+    }
 }
 
 impl Deref for BlockBuffer {
     type Target = [u8];
     fn deref(&self) -> &[u8] {
-        &self.bytes
+        match &self.bytes {
+            Memory::Own(block) => block,
+            Memory::Registered(slab, len) => slab.bytes(*len),
+        }
     }
 }
 

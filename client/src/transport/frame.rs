@@ -7,6 +7,10 @@ use std::io;
 pub const HEADER_BYTES: usize = 20;
 /// Largest control message: 4096 digests of 32 bytes, twice over.
 pub const MAX_CONTROL_BYTES: u32 = 256 << 10;
+/// Largest set up: an endpoint, or a reason.
+pub const MAX_SET_UP_BYTES: u32 = 4 << 10;
+/// Largest grant: three numbers.
+const MAX_GRANT_BYTES: u32 = 64;
 const MAGIC: [u8; 4] = *b"MKPF";
 
 /// What follows a header.
@@ -16,6 +20,12 @@ pub enum Kind {
     Control,
     /// One block.
     Block,
+    /// How blocks will go: first on a connection, before anything else.
+    SetUp,
+    /// Where in the sender's registered memory a block is.
+    Granted,
+    /// The block was read from there.
+    Done,
 }
 
 /// A frame's header.
@@ -37,6 +47,9 @@ impl Header {
         out[4] = match self.kind {
             Kind::Control => 1,
             Kind::Block => 2,
+            Kind::SetUp => 3,
+            Kind::Granted => 4,
+            Kind::Done => 5,
         };
         out[8..12].copy_from_slice(&self.len.to_be_bytes());
         out[12..].copy_from_slice(&self.id.to_be_bytes());
@@ -54,6 +67,9 @@ impl Header {
         let (kind, max) = match bytes[4] {
             1 => (Kind::Control, MAX_CONTROL_BYTES),
             2 => (Kind::Block, *BLOCK_SIZE_RANGE.end()),
+            3 => (Kind::SetUp, MAX_SET_UP_BYTES),
+            4 => (Kind::Granted, MAX_GRANT_BYTES),
+            5 => (Kind::Done, 0),
             other => return Err(bad(format!("the peer sent a frame of unknown kind {other}"))),
         };
         if len > max {
@@ -118,6 +134,22 @@ mod tests {
             )
             .is_err()
         );
+        for (kind, most) in [(Kind::SetUp, 4096), (Kind::Granted, 64), (Kind::Done, 0)] {
+            let largest = Header {
+                kind,
+                len: most,
+                id: 1,
+            };
+            assert_eq!(Header::decode(&largest.encode()).unwrap(), largest);
+            let larger = Header {
+                len: most + 1,
+                ..largest
+            };
+            assert!(Header::decode(&larger.encode()).is_err(), "{kind:?}");
+        }
+        let mut unknown = good.encode();
+        unknown[4] = 6;
+        assert!(Header::decode(&unknown).is_err());
         for at in 0..8 {
             let mut bytes = good.encode();
             bytes[at] ^= 0x80;

@@ -4,9 +4,9 @@
 //! their order. A connection is two halves that work at the same time: the [`FrameSender`] is fed by one task,
 //! the [`FrameReceiver`] is drained by another; that is what pipelining needs.
 //!
-//! TCP ([`tcp`]) is the transport that always works. A transport with one-sided reads fits the same traits:
-//! its `send_block` announces where the registered memory of the block is and returns once the other end
-//! acknowledged; its `receive` reads from there straight into the buffer and acknowledges.
+//! TCP ([`tcp`]) is the transport that always works. Where both ends can, a TCP connection becomes one whose blocks go by
+//! RDMA ([`rdma`]), and stays what it was for everything else: `send_block` says where in registered memory the block is,
+//! `receive` reads from there straight into the buffer and says when it is done.
 //!
 //! Guaranteed: the other end passed the hello (purpose `Data`) and is the node that was asked for; frames
 //! are bounded before anything is allocated for them; a half that makes no progress for
@@ -15,6 +15,7 @@
 
 pub mod buffer;
 pub mod frame;
+pub mod rdma;
 pub mod tcp;
 
 use buffer::{BlockBuffer, BufferPool};
@@ -37,6 +38,11 @@ pub const LEAST_BYTES_PER_S: u64 = 1 << 20;
 pub fn block_time(len: u32) -> Duration {
     NO_PROGRESS_TIMEOUT + Duration::from_secs_f64(f64::from(len) / LEAST_BYTES_PER_S as f64)
 }
+
+/// A transport's name in orders, metrics and logs.
+pub const TCP: &str = "tcp";
+/// A transport's name in orders, metrics and logs.
+pub const RDMA: &str = "rdma";
 
 /// Where a peer is and what it is to us, as the master's order says.
 #[derive(Clone, Debug, PartialEq, Eq)]
@@ -119,14 +125,36 @@ pub enum Sent {
     Done,
     /// The block could not be opened; nothing went out and the connection is fine.
     Unreadable(io::Error),
+    /// What was set aside is too small for it; nothing went out and the connection is fine.
+    NoRoom,
+}
+
+/// What a transport has set aside for one block, until it is used or dropped. TCP needs nothing.
+#[derive(Default)]
+pub struct Room(Option<rdma::GrantRoom>);
+
+impl std::fmt::Debug for Room {
+    fn fmt(&self, f: &mut std::fmt::Formatter<'_>) -> std::fmt::Result {
+        f.debug_tuple("Room").field(&self.0.is_some()).finish()
+    }
 }
 
 /// The sending half of a connection. After an error the connection is of no use any more.
 pub trait FrameSender: Send {
     /// Sends one encoded `PeerMessage`.
     fn send_control(&mut self, message: Bytes) -> BoxFuture<'_, io::Result<()>>;
-    /// Sends one block as the answer to request `id`.
-    fn send_block(&mut self, id: u64, block: Box<dyn BlockSource>) -> BoxFuture<'_, io::Result<Sent>>;
+    /// Waits until a block of `len` bytes can be sent without waiting for the peer. Apart from the sending, so that control
+    /// messages can go out meanwhile: what the peer waits for may be among them.
+    fn room(&self, _len: u32) -> BoxFuture<'static, io::Result<Room>> {
+        Box::pin(std::future::ready(Ok(Room::default())))
+    }
+    /// Sends one block as the answer to request `id`. Where blocks go by RDMA it is the peer's turn to fetch it then.
+    fn send_block(
+        &mut self,
+        id: u64,
+        block: Box<dyn BlockSource>,
+        room: Room,
+    ) -> BoxFuture<'_, io::Result<Sent>>;
 }
 
 /// One received frame.
@@ -169,8 +197,10 @@ pub trait FrameReceiver: Send {
 pub struct Connection {
     /// Who is at the other end.
     pub peer: PeerInfo,
-    /// Which transport carries it.
+    /// Which transport carries its blocks: [`TCP`] or [`RDMA`].
     pub transport: &'static str,
+    /// If it is not the best one that both ends have: when that one may be tried again, by a new connection.
+    pub better_from: Option<std::time::Instant>,
     /// The sending half.
     pub sender: Box<dyn FrameSender>,
     /// The receiving half.

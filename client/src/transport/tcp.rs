@@ -5,12 +5,13 @@
 
 use super::{
     BlockGate, BlockSource, ConnectError, Connection, Frame, FrameReceiver, FrameSender, NO_PROGRESS_TIMEOUT,
-    PeerAddress, Sent, Transport, block_time,
+    PeerAddress, Room, Sent, Transport, block_time,
     buffer::BufferPool,
     frame::{HEADER_BYTES, Header, Kind, MAX_CONTROL_BYTES},
+    rdma::Fabric,
 };
 use futures_util::future::BoxFuture;
-use mooncake_proto::hello::{self, HelloConfig, HelloError, PeerInfo, Purpose};
+use mooncake_proto::hello::{self, FEATURE_RDMA, HelloConfig, HelloError, PeerInfo, Purpose};
 use prost::bytes::{BufMut, Bytes};
 use rustix::{io::Errno, net::SendFlags};
 use std::{
@@ -40,14 +41,22 @@ pub const MAX_LOOKUPS: usize = 8;
 pub struct Tcp {
     hello: Arc<HelloConfig>,
     lookups: Arc<Semaphore>,
+    rdma: Option<Arc<Fabric>>,
 }
 
 impl Tcp {
     /// Says `hello` on every connection.
     pub fn new(hello: Arc<HelloConfig>) -> Self {
+        Self::with_rdma(hello, None)
+    }
+
+    /// Like [`Tcp::new`]; blocks go by RDMA where the other end can, too. `hello` shows the feature then.
+    pub fn with_rdma(hello: Arc<HelloConfig>, rdma: Option<Arc<Fabric>>) -> Self {
+        debug_assert_eq!(rdma.is_some(), hello.features & FEATURE_RDMA != 0);
         Self {
             hello,
             lookups: Arc::new(Semaphore::new(MAX_LOOKUPS)),
+            rdma,
         }
     }
 
@@ -99,13 +108,19 @@ impl Tcp {
                 found,
             });
         }
-        Ok(connection(stream, info, buffers))
+        let (read, write) = stream.into_split();
+        match &self.rdma {
+            Some(rdma) if info.features & FEATURE_RDMA != 0 => {
+                rdma.dialled((read, write), info, buffers).await.map_err(failed)
+            }
+            _ => Ok(connection((read, write), info, buffers)),
+        }
     }
 }
 
 impl Transport for Tcp {
     fn name(&self) -> &'static str {
-        "tcp"
+        super::TCP
     }
     fn connect<'a>(
         &'a self,
@@ -121,17 +136,27 @@ pub async fn accept(
     mut stream: TcpStream,
     config: &HelloConfig,
     buffers: Arc<BufferPool>,
+    rdma: Option<&Arc<Fabric>>,
 ) -> Result<Connection, HelloError> {
     stream.set_nodelay(true)?;
     let info = hello::accept(&mut stream, config, &[Purpose::Data]).await?;
-    Ok(connection(stream, info, buffers))
+    let halves = stream.into_split();
+    match rdma {
+        Some(rdma) if info.features & FEATURE_RDMA != 0 => Ok(rdma.accepted(halves, info, buffers).await?),
+        _ => Ok(connection(halves, info, buffers)),
+    }
 }
 
-fn connection(stream: TcpStream, peer: PeerInfo, buffers: Arc<BufferPool>) -> Connection {
-    let (read, write) = stream.into_split();
+/// A connection whose blocks go over it.
+pub(super) fn connection(
+    (read, write): (OwnedReadHalf, OwnedWriteHalf),
+    peer: PeerInfo,
+    buffers: Arc<BufferPool>,
+) -> Connection {
     Connection {
         peer,
-        transport: "tcp",
+        transport: super::TCP,
+        better_from: None,
         sender: Box::new(TcpSender {
             half: Some(write),
             block_time,
@@ -216,7 +241,12 @@ impl FrameSender for TcpSender {
     fn send_control(&mut self, message: Bytes) -> BoxFuture<'_, io::Result<()>> {
         Box::pin(self.control(message))
     }
-    fn send_block(&mut self, id: u64, block: Box<dyn BlockSource>) -> BoxFuture<'_, io::Result<Sent>> {
+    fn send_block(
+        &mut self,
+        id: u64,
+        block: Box<dyn BlockSource>,
+        _room: Room,
+    ) -> BoxFuture<'_, io::Result<Sent>> {
         Box::pin(self.block(id, block))
     }
 }
@@ -317,7 +347,7 @@ fn attempt<T>(socket: &TcpStream, mut call: impl FnMut() -> Result<T, Errno>) ->
     }
 }
 
-fn stalled() -> io::Error {
+pub(super) fn stalled() -> io::Error {
     let s = NO_PROGRESS_TIMEOUT.as_secs();
     io::Error::new(
         io::ErrorKind::TimedOut,
@@ -325,7 +355,7 @@ fn stalled() -> io::Error {
     )
 }
 
-fn too_slow(did: &str, len: u32, most: Duration) -> io::Error {
+pub(super) fn too_slow(did: &str, len: u32, most: Duration) -> io::Error {
     io::Error::new(
         io::ErrorKind::TimedOut,
         format!(
@@ -335,7 +365,7 @@ fn too_slow(did: &str, len: u32, most: Duration) -> io::Error {
     )
 }
 
-async fn progress<T>(step: impl Future<Output = io::Result<T>>) -> io::Result<T> {
+pub(super) async fn progress<T>(step: impl Future<Output = io::Result<T>>) -> io::Result<T> {
     timeout(NO_PROGRESS_TIMEOUT, step)
         .await
         .unwrap_or_else(|_| Err(stalled()))
@@ -382,7 +412,7 @@ impl TcpReceiver {
                 // Not for ever, byte by byte: others wait for the buffer.
                 timeout(
                     most,
-                    read_exactly(&mut self.half, &mut buffer.bytes, header.len as usize),
+                    read_exactly(&mut self.half, buffer.own(), header.len as usize),
                 )
                 .await
                 .unwrap_or_else(|_| Err(too_slow("sent", header.len, most)))?;
@@ -391,6 +421,10 @@ impl TcpReceiver {
                     bytes: buffer,
                 })
             }
+            kind @ (Kind::SetUp | Kind::Granted | Kind::Done) => Err(io::Error::new(
+                io::ErrorKind::InvalidData,
+                format!("the peer sent a {kind:?} frame on a connection whose blocks go over TCP"),
+            )),
         }
     }
 }
@@ -442,7 +476,7 @@ mod tests {
         let tcp = Tcp::new(Arc::new(hello("a:1")));
         let accepting = async {
             let (stream, _) = listener.accept().await.unwrap();
-            accept(stream, &hello("b:1"), Arc::default()).await.unwrap()
+            accept(stream, &hello("b:1"), Arc::default(), None).await.unwrap()
         };
         let (dialled, accepted) = tokio::join!(tcp.connect(&peer, Arc::default()), accepting);
         (dialled.unwrap(), accepted)
@@ -487,14 +521,17 @@ mod tests {
         let (mut sender, mut receiver) = (a.sender, b.receiver);
         let sending = async {
             sender.send_control(Bytes::from_static(b"before")).await.unwrap();
-            let missing = sender.send_block(1, Box::new(Missing)).await.unwrap();
+            let missing = sender
+                .send_block(1, Box::new(Missing), Room::default())
+                .await
+                .unwrap();
             assert!(
                 matches!(missing, Sent::Unreadable(_)),
                 "nothing went out, the connection is fine"
             );
             // Larger than the socket's buffers, so that it goes in pieces.
             let sent = sender
-                .send_block(7, Box::new(Part(source, 50, LEN as u32)))
+                .send_block(7, Box::new(Part(source, 50, LEN as u32)), Room::default())
                 .await
                 .unwrap();
             assert!(matches!(sent, Sent::Done));
@@ -518,7 +555,7 @@ mod tests {
         let (mut sender, mut receiver) = (a.sender, b.receiver);
         let source = file(&[1; 100]);
         sender
-            .send_block(7, Box::new(Part(source, 0, 100)))
+            .send_block(7, Box::new(Part(source, 0, 100)), Room::default())
             .await
             .unwrap();
         let e = receiver.receive(&Due(8, 100)).await.expect_err("another request");
@@ -526,7 +563,7 @@ mod tests {
         let (a, b) = pair().await;
         let (mut sender, mut receiver) = (a.sender, b.receiver);
         sender
-            .send_block(7, Box::new(Part(file(&[1; 100]), 0, 100)))
+            .send_block(7, Box::new(Part(file(&[1; 100]), 0, 100)), Room::default())
             .await
             .unwrap();
         let e = receiver.receive(&Due(7, 99)).await.expect_err("another length");
@@ -554,7 +591,9 @@ mod tests {
             }
         };
         let sending = async {
-            let sent = sender.send_block(1, Box::new(Part(source, 0, LEN))).await;
+            let sent = sender
+                .send_block(1, Box::new(Part(source, 0, LEN)), Room::default())
+                .await;
             assert_eq!(sent.expect_err("too slow").kind(), io::ErrorKind::TimedOut);
             drop(sender);
         };
@@ -616,7 +655,7 @@ mod tests {
         let bytes = vec![9; 1 << 20];
         let others = futures_util::future::join_all((0..MIN_RECEIVED).map(|_| buffers.take(1))).await;
         let block = Box::new(Part(file(&bytes), 0, bytes.len() as u32));
-        let sending = async { sender.send_block(7, block).await.unwrap() };
+        let sending = async { sender.send_block(7, block, Room::default()).await.unwrap() };
         let receiving = async {
             let gate = Due(7, bytes.len() as u32);
             let mut receive = receiver.receive(&gate);
@@ -659,7 +698,7 @@ mod tests {
         let source = file(&[1; 100]);
         assert!(
             sender
-                .send_block(7, Box::new(Part(source, 50, 100)))
+                .send_block(7, Box::new(Part(source, 50, 100)), Room::default())
                 .await
                 .is_err()
         );

@@ -66,6 +66,9 @@ impl fmt::Debug for Secret {
     }
 }
 
+/// A bit of [`HelloConfig::features`], frozen: on data connections this end speaks of RDMA first (`peer.proto`).
+pub const FEATURE_RDMA: u64 = 1;
+
 /// What this process says of itself.
 #[derive(Clone, Debug)]
 pub struct HelloConfig {
