@@ -4,7 +4,7 @@
 #
 # Usage: test.sh              the short set, on the stock kernel
 #        test.sh --all        everything: larger models, relays, faults, figures, two machines, two kernels
-#        test.sh NAME ...     these tests, on the stock kernel
+#        test.sh NAME ...     these tests, on the stock kernel or RDMA_VM_KERNEL; between_hosts: the one in two machines
 #   RDMA_TEST_LIMIT_S    how long one machine may run: 600, with --all 3600; a busy host needs more
 #   RDMA_TEST_SIZE_MIB   size of the model: 64, with --all 256
 #   RDMA_TEST_KERNELS    of --all: "stock 6.12"; see run.sh for what can stand there
@@ -160,7 +160,12 @@ runner() {
         bash -c '! ibv_devinfo && [ -z "$(ls /sys/class/infiniband 2>/dev/null)" ]'
 }
 
-if [ ${#tests[@]} -gt 0 ]; then
+if [[ " ${tests[*]} " = *" between_hosts "* ]]; then
+    between_machines "${RDMA_VM_KERNEL:-stock}"
+    rest=()
+    for test in "${tests[@]}"; do [ "$test" = between_hosts ] || rest+=("$test"); done
+    [ ${#rest[@]} = 0 ] || in_machine "${RDMA_VM_KERNEL:-stock}" "${rest[@]}"
+elif [ ${#tests[@]} -gt 0 ]; then
     in_machine "${RDMA_VM_KERNEL:-stock}" "${tests[@]}"
 elif [ -z "$all" ]; then
     in_machine stock "${SHORT[@]}"

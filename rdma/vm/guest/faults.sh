@@ -24,8 +24,10 @@ device_removed_and_back() {
     at_least "$(received 2 tcp)" 1 "bytes over TCP to node 2"
     at_most "$(received 2 rdma)" $((size - 1)) "bytes over RDMA to node 2"
     at_most "$(($(metric 2 refetched_bytes_total) + $(metric 2 duplicate_bytes_total)))" "$(again)" "bytes that came twice"
-    says 2 'RDMA failed; blocks go over TCP for now'
-    at_least "$(metric 2 rdma_fallbacks_total)" 1 "fallbacks of node 2"
+    # Which of the two sees it first is chance; the receiver tells what it does instead.
+    says 2 'blocks go over TCP'
+    grep -q 'RDMA failed; blocks go over TCP for now' "$dir"/[12].node.log || fault "neither node says that RDMA failed"
+    at_least $(($(metric 1 rdma_fallbacks_total) + $(metric 2 rdma_fallbacks_total))) 1 "fallbacks"
     echo "measured: $(received 2 rdma) bytes over RDMA, then $(received 2 tcp) over TCP, $(metric 2 refetched_bytes_total) of them again"
 
     # Its pause grows by every attempt that failed; jobs go on meanwhile.

@@ -19,7 +19,7 @@ between_hosts_seed() {
     sed "s/REVISION/r1/g" "$work/model.json" >"$dir/job.json"
     mooncakectl --endpoint "$endpoint" distribute "$dir/job.json" --job-id "job-$number" --seed "$(node 1)" \
         --to "$(node 1),$FOLLOWER_SIDE:$(data_port 2)"
-    HERE=$dir completed job model
+    HERE=$dir/1 completed job model
     # It looks at what it has, and ends.
     poll follower_has_left
 }

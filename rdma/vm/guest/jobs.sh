@@ -52,24 +52,24 @@ relay() {
 
 # Eight models at once, with less registered memory than they would have outstanding; it is looked at all the while.
 pool_bound() {
-    local job most=0 now bound n
+    local job most=0 now bound n until=$((SECONDS + WAIT_S))
     start_master
     start 1 --rdma-memory 16MiB
     start 2 --rdma-memory 16MiB
-    for job in 1 2 3 4 5 6 7 8; do
-        make_model "small$job" 8
-        post "small$job" "job$job" 1 1 2 >/dev/null
-    done
     bound=$((16 << 20))
     at_most "$(metric 2 rdma_registered_limit_bytes)" $bound "what node 2 takes for its bound"
+    make_model small 8
+    for job in 1 2 3 4 5 6 7 8; do REVISION=r$number-$job post small "job$job" 1 1 2 >/dev/null; done
     for job in 1 2 3 4 5 6 7 8; do
         until mooncakectl --endpoint "$endpoint" jobs get "job$job-$number" -o json | grep -q '"status": *"completed"'; do
+            [ $SECONDS -lt $until ] || fault "job $job is not completed within $WAIT_S s"
             for n in 1 2; do
                 now=$(metric $n rdma_registered_bytes)
                 [ "${now:-0}" -le "$most" ] || most=$now
             done
+            sleep 0.3
         done
-        completed "job$job" "small$job"
+        completed "job$job" small
     done
     for n in 1 2; do
         # What the node itself saw between two looks.
@@ -108,12 +108,13 @@ job_by_tcp() {
     says 2 "RDMA cannot be used here; blocks go over TCP.*($1)"
 }
 
+ended() { ! kill -0 "$1" 2>/dev/null; }
+
 # refused WHY: a node that is told to use RDMA and nothing else ends at its start, and says why.
 refused() {
     local code=0
     launch 9 --transport rdma
-    # As a child of this shell its status can be had.
-    timeout "$WAIT_S" tail --pid="$(cat "$dir/9.pid")" -f /dev/null
+    poll ended "$(cat "$dir/9.pid")"
     wait "$(cat "$dir/9.pid")" || code=$?
     at_least "$code" 1 "exit status of the client"
     [ $code -lt 124 ] || fault "the client ended with $code"
