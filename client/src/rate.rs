@@ -45,14 +45,8 @@ impl FromStr for Limit {
 
     /// Bytes per second: a number, with `KiB`, `MiB` or `GiB` behind it if wanted.
     fn from_str(text: &str) -> Result<Self, String> {
-        let digits = text.trim_end_matches(|c: char| c.is_ascii_alphabetic());
-        let factor = match text[digits.len()..].to_ascii_lowercase().as_str() {
-            "" => 1,
-            "kib" => 1 << 10,
-            "mib" => 1 << 20,
-            "gib" => 1 << 30,
-            other => return Err(format!("'{other}' is no unit: use KiB, MiB or GiB, per second")),
-        };
+        let (digits, factor) =
+            unit(text).map_err(|other| format!("'{other}' is no unit: use KiB, MiB or GiB, per second"))?;
         let limit = digits
             .parse::<u64>()
             .ok()
@@ -64,6 +58,20 @@ impl FromStr for Limit {
             false => Err(format!("give {} to {}", LEAST.0, MOST.0)),
         }
     }
+}
+
+/// A number of bytes as a person writes it: the digits, and by what `KiB`, `MiB` or `GiB` behind them multiplies. The error is
+/// what is there instead, in lower case.
+pub(crate) fn unit(text: &str) -> Result<(&str, u64), String> {
+    let digits = text.trim_end_matches(|c: char| c.is_ascii_alphabetic());
+    let factor = match text[digits.len()..].to_ascii_lowercase().as_str() {
+        "" => 1,
+        "kib" => 1 << 10,
+        "mib" => 1 << 20,
+        "gib" => 1 << 30,
+        other => return Err(other.to_owned()),
+    };
+    Ok((digits, factor))
 }
 
 type Bucket = RateLimiter<NotKeyed, InMemoryState, MonotonicClock>;

@@ -125,9 +125,7 @@ impl Open {
         let all = self.looks.is_multiple_of(SCANS_PER_GID_LOOK);
         self.looks += 1;
         let number = 1..=device.limits().ports;
-        if all {
-            self.ports = number.filter_map(|n| device.port(n).ok()).collect();
-        } else if let Ok(true) = changed(device, &self.ports) {
+        if all || changed(device, &self.ports).unwrap_or(false) {
             self.ports = number.filter_map(|n| device.port(n).ok()).collect();
         }
     }

@@ -1,5 +1,6 @@
 //! How blocks go between nodes, and by which devices.
 
+use crate::rate::unit;
 use clap::ValueEnum;
 use mooncake_rdma::{Config, Mtu, connection::MAX_DEPTH, pool::MAX_SLAB_BYTES};
 use std::time::Duration;
@@ -87,15 +88,10 @@ fn mtu(text: &str) -> Result<u32, String> {
 
 /// Bytes, with `KiB`, `MiB` or `GiB` behind the number if wanted.
 fn memory(text: &str) -> Result<usize, String> {
-    let digits = text.trim_end_matches(|c: char| c.is_ascii_alphabetic());
-    let factor = match text[digits.len()..].to_ascii_lowercase().as_str() {
-        "" => 1,
-        "kib" => 1 << 10,
-        "mib" => 1 << 20,
-        "gib" => 1 << 30,
-        other => return Err(format!("'{other}' is no unit: use KiB, MiB or GiB")),
-    };
-    let bytes = digits.parse::<usize>().ok().and_then(|n| n.checked_mul(factor));
+    let (digits, factor) =
+        unit(text).map_err(|other| format!("'{other}' is no unit: use KiB, MiB or GiB"))?;
+    let bytes = digits.parse::<u64>().ok().and_then(|n| n.checked_mul(factor));
+    let bytes = bytes.and_then(|bytes| usize::try_from(bytes).ok());
     match bytes {
         Some(bytes) if (MIN_MEMORY_BYTES..=MAX_MEMORY_BYTES).contains(&bytes) => Ok(bytes),
         _ => Err(format!(

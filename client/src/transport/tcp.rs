@@ -189,18 +189,7 @@ impl TcpSender {
             len: message.len() as u32,
             id: 0,
         };
-        let mut frame = Vec::with_capacity(HEADER_BYTES + message.len());
-        frame.extend_from_slice(&header.encode());
-        frame.extend_from_slice(&message);
-        let mut rest = frame.as_slice();
-        while !rest.is_empty() {
-            let written = progress(half.write(rest)).await?;
-            if written == 0 {
-                return Err(io::ErrorKind::WriteZero.into());
-            }
-            rest = &rest[written..];
-        }
-        Ok(())
+        write_frame(half, &header, &message).await
     }
 
     async fn block(&mut self, id: u64, source: Box<dyn BlockSource>) -> io::Result<Sent> {
@@ -345,6 +334,22 @@ fn attempt<T>(socket: &TcpStream, mut call: impl FnMut() -> Result<T, Errno>) ->
             Err(e) => return Err(e),
         }
     }
+}
+
+/// A header and what follows it, in one write if the socket takes it.
+pub(super) async fn write_frame(half: &mut OwnedWriteHalf, header: &Header, body: &[u8]) -> io::Result<()> {
+    let mut frame = Vec::with_capacity(HEADER_BYTES + body.len());
+    frame.extend_from_slice(&header.encode());
+    frame.extend_from_slice(body);
+    let mut rest = frame.as_slice();
+    while !rest.is_empty() {
+        let written = progress(half.write(rest)).await?;
+        if written == 0 {
+            return Err(io::ErrorKind::WriteZero.into());
+        }
+        rest = &rest[written..];
+    }
+    Ok(())
 }
 
 pub(super) fn stalled() -> io::Error {

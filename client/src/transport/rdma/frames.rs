@@ -3,7 +3,7 @@
 
 use crate::transport::{
     frame::{HEADER_BYTES, Header, Kind},
-    tcp::progress,
+    tcp::write_frame,
 };
 use prost::bytes::{BufMut, Bytes};
 use std::{
@@ -11,7 +11,7 @@ use std::{
     time::{Duration, Instant},
 };
 use tokio::{
-    io::{AsyncReadExt, AsyncWriteExt},
+    io::AsyncReadExt,
     net::tcp::{OwnedReadHalf, OwnedWriteHalf},
     sync::Mutex,
 };
@@ -114,25 +114,14 @@ impl Writer {
             len: u32::try_from(body.len()).map_err(io::Error::other)?,
             id,
         };
-        let mut frame = Vec::with_capacity(HEADER_BYTES + body.len());
-        frame.extend_from_slice(&header.encode());
-        frame.extend_from_slice(body);
-        let mut half = self.0.lock().await;
-        let mut rest = frame.as_slice();
-        while !rest.is_empty() {
-            let written = progress(half.write(rest)).await?;
-            if written == 0 {
-                return Err(io::ErrorKind::WriteZero.into());
-            }
-            rest = &rest[written..];
-        }
-        Ok(())
+        write_frame(&mut *self.0.lock().await, &header, body).await
     }
 }
 
 #[cfg(test)]
 mod tests {
     use super::*;
+    use tokio::io::AsyncWriteExt as _;
     use tokio::net::{TcpListener, TcpStream};
 
     async fn pair() -> (Frames, TcpStream) {
