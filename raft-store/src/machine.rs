@@ -2,6 +2,9 @@
 
 use crate::types::{LogId, StoredMembership};
 
+/// Encodes a copy of a state; called once, on a blocking thread.
+pub type Encode = Box<dyn FnOnce() -> Vec<u8> + Send + Sync>;
+
 /// A deterministic state machine that the log is applied to.
 ///
 /// Guaranteed by the store: entries come in index order, each exactly once per life of the value (after
@@ -31,10 +34,10 @@ pub trait StateMachine: Send + Sync + 'static {
         let _ = membership;
     }
 
-    /// The whole state as bytes, which [`restore`](Self::restore) takes back. Called under the read lock, so it
-    /// only takes a copy, which should be cheap; what it returns is called without the lock, on a blocking thread, and
-    /// does the encoding.
-    fn snapshot(&self) -> Box<dyn FnOnce() -> Vec<u8> + Send>;
+    /// The whole state as bytes, which [`restore`](Self::restore) takes back. Called under the read lock, and while
+    /// no entry is applied, so it only takes a copy, which should be cheap; what it returns does the encoding, beside
+    /// whatever is applied meanwhile.
+    fn snapshot(&self) -> Encode;
 
     /// Replaces the whole state by that of a snapshot. On an error the old state must be kept: the error
     /// is reported and the process stops.

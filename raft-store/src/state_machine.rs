@@ -10,6 +10,7 @@ use std::io;
 use std::ops::Deref;
 use std::panic::AssertUnwindSafe;
 use std::sync::Arc;
+use std::time::{Duration, Instant};
 
 use futures_util::{Stream, StreamExt as _};
 use openraft::storage::{EntryResponder, RaftSnapshotBuilder, RaftStateMachine};
@@ -18,7 +19,7 @@ use parking_lot::{RwLock, RwLockReadGuard};
 use tokio::sync::watch;
 
 use crate::error::{Fatal, OpenError};
-use crate::machine::StateMachine;
+use crate::machine::{Encode, StateMachine};
 use crate::snapshot::Snapshots;
 use crate::snapshot_file::SnapshotData;
 use crate::types::{LogId, Reply, Snapshot, SnapshotMeta, StoredMembership, TypeConfig};
@@ -193,21 +194,24 @@ impl<M: StateMachine> RaftStateMachine<TypeConfig> for StateMachineStore<M> {
 
     async fn get_snapshot_builder(&mut self) -> SnapshotBuilder {
         // The copy is taken here, in step with `apply`: a snapshot must not be ahead of what openraft believes to be
-        // applied. On a blocking thread, because a large state takes a while.
+        // applied. Only the copy: nothing is applied, so no write is answered, until this returns. On a blocking
+        // thread, because that of a large state takes a while.
         let shared = Arc::clone(&self.shared);
         let copied = tokio::task::spawn_blocking(move || {
-            let (meta, encode) = {
-                let applied = shared.applied.read();
-                let meta = SnapshotMeta {
-                    last_log_id: applied.last_applied,
-                    last_membership: applied.membership.clone(),
-                };
-                (meta, applied.machine.snapshot())
+            let began = Instant::now();
+            let applied = shared.applied.read();
+            let meta = SnapshotMeta {
+                last_log_id: applied.last_applied,
+                last_membership: applied.membership.clone(),
             };
-            (meta, encode())
+            Copied {
+                meta,
+                encode: applied.machine.snapshot(),
+                took: began.elapsed(),
+            }
         })
         .await
-        .map_err(|error| io::Error::other(format!("the state machine's snapshot failed: {error}")));
+        .map_err(|error| io::Error::other(format!("the state machine's copy failed: {error}")));
         SnapshotBuilder {
             copied: Some(copied),
             snapshots: Arc::clone(&self.snapshots),
@@ -251,9 +255,17 @@ impl<M: StateMachine> RaftStateMachine<TypeConfig> for StateMachineStore<M> {
     }
 }
 
-/// Writes one copy of the state to a file.
+/// The state as of one log index, not encoded yet.
+struct Copied {
+    meta: SnapshotMeta,
+    encode: Encode,
+    /// So long nothing was applied.
+    took: Duration,
+}
+
+/// Encodes one copy of the state and writes it to a file, while entries are applied.
 pub struct SnapshotBuilder {
-    copied: Option<io::Result<(SnapshotMeta, Vec<u8>)>>,
+    copied: Option<io::Result<Copied>>,
     snapshots: Arc<Snapshots>,
     fatal: Fatal,
 }
@@ -266,11 +278,26 @@ impl RaftSnapshotBuilder<TypeConfig> for SnapshotBuilder {
             .copied
             .take()
             .unwrap_or_else(|| Err(io::Error::other("a snapshot builder builds once")));
-        let (meta, state) = copied.map_err(|error| self.fatal.set(error.to_string()))?;
+        let Copied { meta, encode, took } = copied.map_err(|error| self.fatal.set(error.to_string()))?;
         let snapshots = Arc::clone(&self.snapshots);
-        tokio::task::spawn_blocking(move || snapshots.store(&meta, &state))
-            .await
-            .map_err(io::Error::other)?
-            .map_err(|error| self.fatal.set(format!("writing a snapshot: {error}")))
+        let built = tokio::task::spawn_blocking(move || {
+            let began = Instant::now();
+            let state = encode();
+            let encoded = began.elapsed();
+            let stored = snapshots.store(&meta, &state);
+            tracing::info!(
+                index = meta.last_log_id.map_or(0, |id| id.index()),
+                bytes = state.len(),
+                copy_ms = took.as_millis(),
+                encode_ms = encoded.as_millis(),
+                write_ms = (began.elapsed() - encoded).as_millis(),
+                "snapshot built"
+            );
+            stored
+        });
+        built.await.map_err(io::Error::other).flatten().map_err(|error| {
+            self.fatal
+                .set(format!("encoding and writing a snapshot: {error}"))
+        })
     }
 }

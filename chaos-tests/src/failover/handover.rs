@@ -1,10 +1,14 @@
 //! Planned hand-overs under load: how many requests fail, and how long a write takes while leadership moves.
 
-use super::{GIVE_UP, MAX_WRITES, Mooncake, Subject, WRITE_TIMEOUT, mooncake::created};
-use anyhow::{Context, Result};
+use super::{Answer, GIVE_UP, MAX_WRITES, Mooncake, Subject, WRITE_TIMEOUT};
+use anyhow::{Context, Result, ensure};
+use reqwest::StatusCode;
 use std::{
-    sync::Arc,
-    time::{Duration, Instant},
+    sync::{
+        Arc,
+        atomic::{AtomicUsize, Ordering},
+    },
+    time::{Duration, Instant, SystemTime},
 };
 use tokio::{
     sync::{Semaphore, mpsc},
@@ -47,18 +51,61 @@ pub struct Cost {
     pub count: usize,
     /// Writes sent.
     pub writes: u64,
-    /// Writes that were not answered with 201, with the reason.
+    /// Writes that were not acknowledged, with the reason.
     pub failed: Vec<String>,
     /// Latencies of writes sent while a hand-over was under way, sorted.
     pub during: Vec<Duration>,
     /// Latencies of all others, sorted.
     pub otherwise: Vec<Duration>,
+    /// Each hand-over by itself, in the order in which they came.
+    pub each: Vec<One>,
+}
+
+/// One hand-over.
+#[derive(Clone, Copy, Debug)]
+pub struct One {
+    /// Index of the master that was stopped, or led.
+    pub master: usize,
+    /// When it began, to be found in the masters' logs.
+    pub began: SystemTime,
+    /// From there until the master was stopped, or did not lead any more.
+    pub took: Duration,
+    /// The write during it that took longest: when it was sent, and its latency.
+    pub slowest: Option<(SystemTime, Duration)>,
 }
 
 struct Written {
-    during: bool,
+    /// During which hand-over, by its index.
+    during: Option<usize>,
+    sent: SystemTime,
     took: Duration,
     error: Option<String>,
+}
+
+/// Which hand-over is under way, for those who write.
+#[derive(Default)]
+struct Moving(AtomicUsize);
+
+impl Moving {
+    fn set(&self, number: Option<usize>) {
+        self.0
+            .store(number.map_or(0, |number| number + 1), Ordering::Relaxed);
+    }
+
+    fn get(&self) -> Option<usize> {
+        self.0.load(Ordering::Relaxed).checked_sub(1)
+    }
+}
+
+/// 201, or 200: a master that repeats a write because the answer of the leader before was lost is told that the job is
+/// there already, as it should be. Every write is a job of its own, so that nobody else can have made it.
+fn acknowledged(answer: Answer) -> Result<Answer> {
+    let status = answer.status();
+    ensure!(
+        status == StatusCode::CREATED || status == StatusCode::OK,
+        "{status}"
+    );
+    Ok(answer)
 }
 
 /// Hands over `count` times at `per_second` writes. Nothing is repeated: what fails, fails. Every write that was sent is
@@ -71,7 +118,7 @@ pub async fn hand_over(
     mut progress: impl FnMut(),
 ) -> Result<Cost> {
     let (written, mut results) = mpsc::unbounded_channel();
-    let moving = Arc::new(std::sync::atomic::AtomicBool::new(false));
+    let moving = Arc::new(Moving::default());
     let turns = Arc::new(Semaphore::new(MAX_WRITES));
     subject.begin_series();
     let writer = subject.writer();
@@ -95,25 +142,29 @@ pub async fn hand_over(
                 while writes.try_join_next().is_some() {}
                 let (write, written) = (writer(number), written.clone());
                 let moving = Arc::clone(&moving);
-                let sent = Instant::now();
-                let mut during = moving.load(std::sync::atomic::Ordering::Relaxed);
+                let (sent, clock) = (SystemTime::now(), Instant::now());
+                let before = moving.get();
                 writes.spawn(async move {
                     // An answer that breaks off is a failed request too.
-                    let whole = async { anyhow::Ok(created(write.await?)?.bytes().await?) };
+                    let whole = async { anyhow::Ok(acknowledged(write.await?)?.bytes().await?) };
                     let error = match tokio::time::timeout(WRITE_TIMEOUT, whole).await {
                         Ok(Ok(_)) => None,
                         Ok(Err(error)) => Some(format!("{error:#}")),
                         Err(_) => Some(format!("no answer within {WRITE_TIMEOUT:?}")),
                     };
-                    during |= moving.load(std::sync::atomic::Ordering::Relaxed);
-                    let took = sent.elapsed();
-                    let _ = written.send(Written { during, took, error });
+                    let _ = written.send(Written {
+                        during: before.or_else(|| moving.get()),
+                        sent,
+                        took: clock.elapsed(),
+                        error,
+                    });
                     drop(turn);
                 });
             }
             while writes.join_next().await.is_some() {}
         }
     });
+    let mut each = Vec::with_capacity(count);
     for number in 0..count {
         let (leader, _) = tokio::time::timeout(GIVE_UP, subject.settled())
             .await
@@ -123,13 +174,20 @@ pub async fn hand_over(
             HandOver::Rolling => number % subject.masters(),
         };
         tokio::time::sleep(Duration::from_secs(1)).await;
-        moving.store(true, std::sync::atomic::Ordering::Relaxed);
-        if how == HandOver::Transfer {
-            subject.transfer(member).await?;
-            moving.store(false, std::sync::atomic::Ordering::Relaxed);
-        } else {
-            subject.stop(member).await?;
-            moving.store(false, std::sync::atomic::Ordering::Relaxed);
+        moving.set(Some(number));
+        let (began, clock) = (SystemTime::now(), Instant::now());
+        match how {
+            HandOver::Transfer => subject.transfer(member).await?,
+            HandOver::Stop | HandOver::Rolling => subject.stop(member).await?,
+        }
+        moving.set(None);
+        each.push(One {
+            master: member,
+            began,
+            took: clock.elapsed(),
+            slowest: None,
+        });
+        if how != HandOver::Transfer {
             subject.start_again(member)?;
         }
         progress();
@@ -143,14 +201,21 @@ pub async fn hand_over(
         .with_context(|| format!("writes are still under way {DRAIN:?} after the last was sent"))??;
     let mut cost = Cost {
         count,
+        each,
         ..Cost::default()
     };
-    while let Some(one) = results.recv().await {
+    while let Some(write) = results.recv().await {
         cost.writes += 1;
-        match (one.error, one.during) {
+        match (write.error, write.during) {
             (Some(error), _) => cost.failed.push(error),
-            (None, true) => cost.during.push(one.took),
-            (None, false) => cost.otherwise.push(one.took),
+            (None, Some(number)) => {
+                cost.during.push(write.took);
+                let slowest = &mut cost.each[number].slowest;
+                if slowest.is_none_or(|(_, took)| took < write.took) {
+                    *slowest = Some((write.sent, write.took));
+                }
+            }
+            (None, None) => cost.otherwise.push(write.took),
         }
     }
     cost.during.sort();

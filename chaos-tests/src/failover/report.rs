@@ -97,6 +97,11 @@ struct Row {
     on_return: u64,
 }
 
+/// Seconds since 1970, as the samples say it.
+fn unix_s(at: SystemTime) -> f64 {
+    at.duration_since(UNIX_EPOCH).unwrap_or_default().as_secs_f64()
+}
+
 impl Report {
     /// Nothing yet. Samples are appended to the file as lines of JSON.
     pub fn new(planned: &[(Fault, usize)], interval: Duration, samples: Option<File>) -> Self {
@@ -165,8 +170,12 @@ impl Report {
             "ms": ms(took),
             "more_terms": more_terms,
             "terms_on_return": on_return,
-            "unix_s": SystemTime::now().duration_since(UNIX_EPOCH).unwrap_or_default().as_secs(),
+            "unix_s": unix_s(SystemTime::now()) as u64,
         });
+        self.write_sample(&line);
+    }
+
+    fn write_sample(&mut self, line: &Value) {
         if let Some(file) = &mut self.samples
             && let Err(error) = writeln!(file, "{line}")
         {
@@ -177,6 +186,16 @@ impl Report {
 
     /// Of Mooncake.
     pub fn cost(&mut self, how: HandOver, cost: Cost) {
+        for one in &cost.each {
+            self.write_sample(&json!({
+                "hand_over": how.name(),
+                "master": one.master + 1,
+                "unix_s": unix_s(one.began),
+                "ms": ms(one.took),
+                "slowest_write_ms": one.slowest.map(|(_, took)| ms(took)),
+                "slowest_write_unix_s": one.slowest.map(|(sent, _)| unix_s(sent)),
+            }));
+        }
         self.costs.push((how, cost));
     }
 

@@ -9,7 +9,7 @@ use std::sync::Arc;
 
 use mooncake_proto::codec;
 use mooncake_proto::ids::JobId;
-use mooncake_raft_store::{LogId, StateMachine};
+use mooncake_raft_store::{Encode, LogId, StateMachine};
 use mooncake_state::{Command, Reply, State};
 use tokio::sync::broadcast;
 
@@ -100,7 +100,7 @@ impl StateMachine for Machine {
         Ok(codec::encode(REPLY_VERSION, &applied.reply))
     }
 
-    fn snapshot(&self) -> Box<dyn FnOnce() -> Vec<u8> + Send> {
+    fn snapshot(&self) -> Encode {
         // The blobs, which are most of it, are shared with the copy.
         let state = self.state.clone();
         Box::new(move || state.encode_snapshot())

@@ -42,7 +42,7 @@ impl StateMachine for Chain {
         Ok(self.count.to_le_bytes().to_vec())
     }
 
-    fn snapshot(&self) -> Box<dyn FnOnce() -> Vec<u8> + Send> {
+    fn snapshot(&self) -> Encode {
         let copy = self.clone();
         Box::new(move || postcard::to_allocvec(&copy).unwrap())
     }

@@ -231,3 +231,56 @@ async fn a_snapshot_that_the_machine_refuses_is_not_installed() {
     assert!(store.fatal().get().unwrap().contains("installing a snapshot"));
     assert!(machine.get_current_snapshot().await.unwrap().is_none());
 }
+
+/// A machine whose copy is encoded only when the test says so.
+struct SlowToEncode {
+    chain: Chain,
+    encode: Mutex<Option<std::sync::mpsc::Receiver<()>>>,
+}
+
+impl StateMachine for SlowToEncode {
+    fn apply(&mut self, log_id: LogId, command: &[u8]) -> Result<Vec<u8>, String> {
+        self.chain.apply(log_id, command)
+    }
+
+    fn snapshot(&self) -> Encode {
+        let (copy, go) = (self.chain.snapshot(), Mutex::new(self.encode.lock().take()));
+        Box::new(move || {
+            if let Some(go) = go.into_inner() {
+                go.recv().unwrap();
+            }
+            copy()
+        })
+    }
+
+    fn restore(&mut self, snapshot: &[u8]) -> Result<(), String> {
+        self.chain.restore(snapshot)
+    }
+}
+
+/// openraft asks for the builder from the task that applies entries: while it waits, every write does.
+#[tokio::test]
+async fn entries_are_applied_while_a_snapshot_is_encoded() {
+    let folder = tempfile::tempdir().unwrap();
+    let store = open(folder.path());
+    let (go, encode) = std::sync::mpsc::channel();
+    let machine = SlowToEncode {
+        chain: Chain::default(),
+        encode: Mutex::new(Some(encode)),
+    };
+    let mut machine = store.state_machine(machine).unwrap();
+    apply(&mut machine, vec![entry(1, 0)]).await;
+    let builder = machine.try_create_snapshot_builder(true);
+    let mut builder = tokio::time::timeout(std::time::Duration::from_secs(10), builder)
+        .await
+        .expect("the builder waits for the encoding")
+        .unwrap();
+    apply(&mut machine, vec![entry(1, 1)]).await;
+    go.send(()).unwrap();
+    let built = builder.build_snapshot().await.unwrap();
+    assert_eq!(built.meta.last_log_id, Some(log_id(1, 0)), "as of the copy");
+    let (_, state) = built.snapshot.read_all().unwrap();
+    let copied: Chain = postcard::from_bytes(&state).unwrap();
+    assert_eq!((copied.count, copied.last_index), (1, 0), "as of the copy");
+    assert_eq!(machine.reader().read().chain.count, 2);
+}
