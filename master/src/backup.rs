@@ -22,7 +22,7 @@ pub(crate) struct Taken {
 
 /// Blocking, as long as encoding the state takes.
 pub(crate) fn take(consensus: &Handle) -> Taken {
-    // A copy shares the blobs; it is encoded without the lock.
+    // A copy is cheap; it is encoded without the lock.
     let (meta, state) = consensus.copy_state();
     let info = describe(&meta, &state, consensus);
     let state = state.encode_snapshot();

@@ -101,7 +101,6 @@ impl StateMachine for Machine {
     }
 
     fn snapshot(&self) -> Encode {
-        // The blobs, which are most of it, are shared with the copy.
         let state = self.state.clone();
         Box::new(move || state.encode_snapshot())
     }

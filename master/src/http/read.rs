@@ -198,7 +198,7 @@ pub(super) fn cluster_status(ctx: &MasterContext, with_digest: bool) -> ClusterS
     let cluster = ctx.consensus.cluster();
     let (applied_index, cluster_version, recovery_epoch, state) = {
         let read = ctx.consensus.state();
-        // A copy shares the blobs; the digest is computed without the lock.
+        // A copy is cheap; the digest is computed without the lock.
         let copy = with_digest.then(|| read.deref().clone());
         (
             read.applied_index,

@@ -1,4 +1,4 @@
-//! Shared values: cloning a state (for a snapshot) copies neither its blobs nor its jobs.
+//! Shared values and maps: cloning a state (for a snapshot, a digest, a backup) copies none of it.
 
 use serde::{Deserialize, Deserializer, Serialize, Serializer, de};
 use std::{fmt, ops::Deref, sync::Arc};
@@ -83,5 +83,53 @@ impl<T: Serialize> Serialize for Shared<T> {
 impl<'de, T: Deserialize<'de>> Deserialize<'de> for Shared<T> {
     fn deserialize<D: Deserializer<'de>>(deserializer: D) -> Result<Self, D::Error> {
         T::deserialize(deserializer).map(Self::new)
+    }
+}
+
+/// `#[serde(with)]` for persistent maps: as standard ones are encoded. The map's own decoding makes room for as many
+/// entries as damaged bytes say there are.
+pub(crate) mod map {
+    use imbl::OrdMap;
+    use serde::{Deserialize, Deserializer, Serialize, Serializer, de, ser::SerializeMap as _};
+    use std::{fmt, marker::PhantomData};
+
+    pub(crate) fn serialize<K, V, S>(map: &OrdMap<K, V>, serializer: S) -> Result<S::Ok, S::Error>
+    where
+        K: Ord + Serialize,
+        V: Serialize,
+        S: Serializer,
+    {
+        let mut entries = serializer.serialize_map(Some(map.len()))?;
+        for (key, value) in map {
+            entries.serialize_entry(key, value)?;
+        }
+        entries.end()
+    }
+
+    pub(crate) fn deserialize<'de, K, V, D>(deserializer: D) -> Result<OrdMap<K, V>, D::Error>
+    where
+        K: Ord + Clone + Deserialize<'de>,
+        V: Clone + Deserialize<'de>,
+        D: Deserializer<'de>,
+    {
+        struct Visitor<K, V>(PhantomData<(K, V)>);
+        impl<'de, K, V> de::Visitor<'de> for Visitor<K, V>
+        where
+            K: Ord + Clone + Deserialize<'de>,
+            V: Clone + Deserialize<'de>,
+        {
+            type Value = OrdMap<K, V>;
+            fn expecting(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
+                f.write_str("a map")
+            }
+            fn visit_map<A: de::MapAccess<'de>>(self, mut entries: A) -> Result<Self::Value, A::Error> {
+                let mut map = OrdMap::new();
+                while let Some((key, value)) = entries.next_entry()? {
+                    map.insert(key, value);
+                }
+                Ok(map)
+            }
+        }
+        deserializer.deserialize_map(Visitor(PhantomData))
     }
 }

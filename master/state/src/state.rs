@@ -1,6 +1,11 @@
 //! The state, its derived indexes, its encoding.
 
-use crate::{PRIORITY_CLUSTER_VERSION, bytes::Shared, types::*};
+use crate::{
+    PRIORITY_CLUSTER_VERSION,
+    bytes::{Shared, map},
+    types::*,
+};
+use imbl::{OrdMap, OrdSet};
 use mooncake_proto::{
     api::{JobStatus, NodeStatus, PlacementState},
     codec::{self, CodecError},
@@ -9,7 +14,7 @@ use mooncake_proto::{
     manifest::{Manifest, Sources},
 };
 use serde::{Deserialize, Serialize};
-use std::collections::{BTreeMap, BTreeSet};
+use std::collections::BTreeMap;
 
 /// Version byte of [`State::encode_snapshot`] below [`PRIORITY_CLUSTER_VERSION`]. Frozen: it is on the masters' disks.
 pub const SNAPSHOT_VERSION_1: u8 = 1;
@@ -18,7 +23,8 @@ pub const SNAPSHOT_VERSION_2: u8 = 2;
 /// The newest cluster version that this build can run under.
 pub const SUPPORTED_CLUSTER_VERSION: u32 = PRIORITY_CLUSTER_VERSION;
 
-/// The replicated state. Cloning it is cheap in blobs (shared) and linear in the rest.
+/// The replicated state. Its maps are persistent ones: cloning it takes the same short time however large it is, and what
+/// is changed afterwards is copied then, a few records at a time. So a snapshot costs the entries behind it nothing.
 #[derive(Clone, Debug)]
 pub struct State {
     pub(crate) data: Data,
@@ -42,34 +48,39 @@ pub(crate) struct Data {
     /// as the nodes remember the fences they obeyed.
     pub(crate) floor_attempt: u64,
     pub(crate) floor_generation: u64,
-    pub(crate) nodes: BTreeMap<NodeId, Node>,
-    pub(crate) blobs: BTreeMap<Digest, Blob>,
-    pub(crate) artifacts: BTreeMap<ModelRef, Artifact>,
-    pub(crate) jobs: BTreeMap<JobId, Shared<Job>>,
-    pub(crate) past_jobs: BTreeMap<JobId, PastJob>,
+    #[serde(with = "map")]
+    pub(crate) nodes: OrdMap<NodeId, Node>,
+    #[serde(with = "map")]
+    pub(crate) blobs: OrdMap<Digest, Blob>,
+    #[serde(with = "map")]
+    pub(crate) artifacts: OrdMap<ModelRef, Shared<Artifact>>,
+    #[serde(with = "map")]
+    pub(crate) jobs: OrdMap<JobId, Shared<Job>>,
+    #[serde(with = "map")]
+    pub(crate) past_jobs: OrdMap<JobId, PastJob>,
 }
 
 /// Derived from [`Data`]; rebuilt when a snapshot is read, never encoded.
 #[derive(Clone, Debug, Default, PartialEq, Eq)]
 pub(crate) struct Index {
     /// Live jobs by what they want.
-    pub(crate) live_by_model: BTreeMap<ModelRef, BTreeSet<JobId>>,
+    pub(crate) live_by_model: OrdMap<ModelRef, OrdSet<JobId>>,
     /// Live jobs by the nodes they name, the seed included.
-    pub(crate) live_by_node: BTreeMap<NodeId, BTreeSet<JobId>>,
+    pub(crate) live_by_node: OrdMap<NodeId, OrdSet<JobId>>,
     /// Artifacts with a placement on the node.
-    pub(crate) models_by_node: BTreeMap<NodeId, BTreeSet<ModelRef>>,
+    pub(crate) models_by_node: OrdMap<NodeId, OrdSet<ModelRef>>,
     /// Deadlines of live jobs.
-    pub(crate) deadlines: BTreeSet<(u64, JobId)>,
+    pub(crate) deadlines: OrdSet<(u64, JobId)>,
     /// Terminal jobs by when they ended.
-    pub(crate) terminal: BTreeSet<(u64, JobId)>,
+    pub(crate) terminal: OrdSet<(u64, JobId)>,
     /// All jobs by when they were created.
-    pub(crate) created: BTreeSet<(u64, JobId)>,
+    pub(crate) created: OrdSet<(u64, JobId)>,
     /// Pruned jobs by when they ended.
-    pub(crate) past: BTreeSet<(u64, JobId)>,
+    pub(crate) past: OrdSet<(u64, JobId)>,
     /// References to blobs: artifacts to manifests, live jobs and running downloads to sources.
-    pub(crate) blob_refs: BTreeMap<Digest, u32>,
+    pub(crate) blob_refs: OrdMap<Digest, u32>,
     /// Unsealed artifacts that nobody wants, by since when.
-    pub(crate) unwanted: BTreeSet<(u64, ModelRef)>,
+    pub(crate) unwanted: OrdSet<(u64, ModelRef)>,
 }
 
 impl Default for State {
@@ -78,18 +89,18 @@ impl Default for State {
     }
 }
 
-fn insert<K: Ord + Clone, V: Ord + Clone>(map: &mut BTreeMap<K, BTreeSet<V>>, key: &K, value: &V) {
+fn insert<K: Ord + Clone, V: Ord + Clone>(map: &mut OrdMap<K, OrdSet<V>>, key: &K, value: &V) {
     match map.get_mut(key) {
         Some(set) => {
             set.insert(value.clone());
         }
         None => {
-            map.insert(key.clone(), BTreeSet::from([value.clone()]));
+            map.insert(key.clone(), OrdSet::unit(value.clone()));
         }
     }
 }
 
-fn remove<K: Ord, V: Ord>(map: &mut BTreeMap<K, BTreeSet<V>>, key: &K, value: &V) {
+fn remove<K: Ord + Clone, V: Ord + Clone>(map: &mut OrdMap<K, OrdSet<V>>, key: &K, value: &V) {
     if let Some(set) = map.get_mut(key) {
         set.remove(value);
         if set.is_empty() {
@@ -179,11 +190,11 @@ impl State {
             floor_incarnation: 0,
             floor_attempt: 0,
             floor_generation: 0,
-            nodes: BTreeMap::new(),
-            blobs: BTreeMap::new(),
-            artifacts: BTreeMap::new(),
-            jobs: BTreeMap::new(),
-            past_jobs: BTreeMap::new(),
+            nodes: OrdMap::new(),
+            blobs: OrdMap::new(),
+            artifacts: OrdMap::new(),
+            jobs: OrdMap::new(),
+            past_jobs: OrdMap::new(),
         })
     }
 
@@ -265,12 +276,15 @@ impl State {
 
     /// A model version.
     pub fn artifact(&self, model: &ModelRef) -> Option<&Artifact> {
-        self.data.artifacts.get(model)
+        self.data.artifacts.get(model).map(|artifact| &**artifact)
     }
 
     /// All model versions, by name.
     pub fn artifacts(&self) -> impl Iterator<Item = (&ModelRef, &Artifact)> {
-        self.data.artifacts.iter()
+        self.data
+            .artifacts
+            .iter()
+            .map(|(model, artifact)| (model, &**artifact))
     }
 
     /// A job.
@@ -338,7 +352,7 @@ impl State {
 
     /// The earliest deadline of a live job: propose [`crate::Command::Tick`] then.
     pub fn next_deadline_ms(&self) -> Option<u64> {
-        self.index.deadlines.first().map(|(at, _)| *at)
+        self.index.deadlines.get_min().map(|(at, _)| *at)
     }
 
     /// A complete blob's bytes.

@@ -205,7 +205,7 @@ impl State {
         let start = after.map_or(Unbounded, Excluded);
         self.data
             .artifacts
-            .range::<ModelRef, _>((start, Unbounded))
+            .range::<_, ModelRef>((start, Unbounded))
             .map(|(model, _)| model)
     }
 }

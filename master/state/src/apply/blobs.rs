@@ -91,7 +91,7 @@ impl Apply<'_> {
             .data
             .blobs
             .iter()
-            .filter(|(d, _)| !state.index.blob_refs.contains_key(d));
+            .filter(|(d, _)| !state.index.blob_refs.contains_key(*d));
         unreferenced.map(|(_, b)| b.content.len()).sum()
     }
 

@@ -2,6 +2,7 @@
 
 use super::Apply;
 use crate::{
+    bytes::Shared,
     command::{CreateJob, Reply},
     rules::{self, JobFacts},
     types::{Artifact, Job, TaskKind, View},
@@ -193,7 +194,10 @@ impl Apply<'_> {
             placements: BTreeMap::new(),
             unwanted_since_ms: None,
         };
-        self.state.data.artifacts.insert(model.clone(), artifact);
+        self.state
+            .data
+            .artifacts
+            .insert(model.clone(), Shared::new(artifact));
     }
 
     fn insert_job(
@@ -233,10 +237,7 @@ impl Apply<'_> {
         // `refer` was called for the sources: the index must not count them twice.
         self.state.index.add_job(&create.job, &job);
         self.release_quietly(&sources);
-        self.state
-            .data
-            .jobs
-            .insert(create.job.clone(), crate::bytes::Shared::new(job));
+        self.state.data.jobs.insert(create.job.clone(), Shared::new(job));
         self.set_unwanted_since(&create.model, None);
         self.touch(&create.job);
         self.join_placements(&create.job);
@@ -472,7 +473,7 @@ impl Apply<'_> {
         let Some(artifact) = self.state.data.artifacts.get_mut(model) else {
             return;
         };
-        let before = std::mem::replace(&mut artifact.unwanted_since_ms, since);
+        let before = std::mem::replace(&mut artifact.make_mut().unwanted_since_ms, since);
         let artifact = &self.state.data.artifacts[model];
         self.state.index.set_unwanted(model, before, artifact);
     }
@@ -504,7 +505,7 @@ impl Apply<'_> {
 
     /// Deadlines.
     pub(super) fn tick(&mut self) -> Reply {
-        while let Some((at, id)) = self.state.index.deadlines.first().cloned() {
+        while let Some((at, id)) = self.state.index.deadlines.get_min().cloned() {
             if at > self.now {
                 break;
             }

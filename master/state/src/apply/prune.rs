@@ -8,6 +8,7 @@ use crate::{
 };
 use mooncake_proto::{
     api::NodeStatus,
+    digest::Digest,
     ids::{ModelRef, NodeId},
 };
 
@@ -29,15 +30,15 @@ pub(crate) fn is_due(state: &State, now_ms: u64) -> bool {
         || index.past.len() as u64 > limits.max_ids
         || index
             .terminal
-            .first()
+            .get_min()
             .is_some_and(|(at, _)| is_over(*at, limits.job_ttl_ms, now_ms))
         || index
             .past
-            .first()
+            .get_min()
             .is_some_and(|(at, _)| is_over(*at, limits.id_ttl_ms, now_ms))
         || index
             .unwanted
-            .first()
+            .get_min()
             .is_some_and(|(at, _)| is_over(*at, limits.unsealed_ttl_ms, now_ms))
         || state.data.blobs.iter().any(|(digest, blob)| {
             !index.blob_refs.contains_key(digest) && is_over(blob.since_ms, limits.blob_ttl_ms, now_ms)
@@ -54,12 +55,12 @@ impl Apply<'_> {
         let (now, limits) = (self.now, self.state.data.limits);
         let state = &mut *self.state;
 
-        while let Some((at, id)) = state.index.terminal.first().cloned() {
+        while let Some((at, id)) = state.index.terminal.get_min().cloned() {
             let too_many = state.index.terminal.len() as u64 > limits.max_terminal_jobs;
             if !too_many && !is_over(at, limits.job_ttl_ms, now) {
                 break;
             }
-            state.index.terminal.pop_first();
+            state.index.terminal.remove_min();
             let job = state.data.jobs.remove(&id).expect("an indexed job exists");
             state.index.created.remove(&(job.created_ms(), id.clone()));
             state.index.past.insert((at, id.clone()));
@@ -72,28 +73,31 @@ impl Apply<'_> {
             );
         }
 
-        while let Some((at, id)) = state.index.past.first().cloned() {
+        while let Some((at, id)) = state.index.past.get_min().cloned() {
             let too_many = state.index.past.len() as u64 > limits.max_ids;
             if !too_many && !is_over(at, limits.id_ttl_ms, now) {
                 break;
             }
-            state.index.past.pop_first();
+            state.index.past.remove_min();
             state.data.past_jobs.remove(&id);
         }
 
-        while let Some((at, model)) = self.state.index.unwanted.first().cloned() {
+        while let Some((at, model)) = self.state.index.unwanted.get_min().cloned() {
             if !is_over(at, limits.unsealed_ttl_ms, now) {
                 break;
             }
-            self.state.index.unwanted.pop_first();
+            self.state.index.unwanted.remove_min();
             self.forget_artifact(&model);
         }
 
         let state = &mut *self.state;
-        let refs = &state.index.blob_refs;
-        state.data.blobs.retain(|digest, blob| {
-            refs.contains_key(digest) || !is_over(blob.since_ms, limits.blob_ttl_ms, now)
+        let unreferenced = state.data.blobs.iter().filter(|(digest, blob)| {
+            !state.index.blob_refs.contains_key(*digest) && is_over(blob.since_ms, limits.blob_ttl_ms, now)
         });
+        let unreferenced: Vec<Digest> = unreferenced.map(|(digest, _)| *digest).collect();
+        for digest in unreferenced {
+            state.data.blobs.remove(&digest);
+        }
 
         let forgotten = state
             .data

@@ -20,6 +20,7 @@ impl Apply<'_> {
             .artifacts
             .get_mut(model)
             .expect("the caller found the artifact")
+            .make_mut()
     }
 
     fn placement_mut(&mut self, model: &ModelRef, node: &NodeId) -> &mut Placement {
@@ -436,6 +437,7 @@ impl Apply<'_> {
         let Some(artifact) = self.state.data.artifacts.get_mut(model) else {
             return;
         };
+        let artifact = artifact.make_mut();
         let Some(placement) = artifact
             .placements
             .get_mut(node)
@@ -527,7 +529,7 @@ impl Apply<'_> {
             .any(|(_, job)| job.position(node).is_some());
         let artifact = self.state.data.artifacts.get_mut(model);
         if let Some(placement) = artifact
-            .and_then(|a| a.placements.get_mut(node))
+            .and_then(|a| a.make_mut().placements.get_mut(node))
             .filter(|_| !waited_for)
         {
             // The next job begins at once.

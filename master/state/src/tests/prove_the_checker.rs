@@ -58,7 +58,7 @@ fn every_invariant_notices_its_breach() {
     type Break = fn(&mut State);
     type Invariant = fn(&State) -> Result<(), String>;
     fn artifact(s: &mut State) -> &mut Artifact {
-        s.data.artifacts.get_mut(&model(0)).unwrap()
+        s.data.artifacts.get_mut(&model(0)).unwrap().make_mut()
     }
     fn placement(s: &mut State, i: usize) -> &mut Placement {
         artifact(s).placements.get_mut(&node(i)).unwrap()
@@ -164,7 +164,8 @@ fn every_invariant_notices_its_breach() {
             |s| job(s, 0).priority = 1,
         ),
         ("a blob of other content", invariants::blobs_are_right, |s| {
-            let blob = s.data.blobs.values_mut().next().unwrap();
+            let digest = *s.data.blobs.keys().next().unwrap();
+            let blob = s.data.blobs.get_mut(&digest).unwrap();
             blob.content = BlobContent::Complete(vec![1].into());
         }),
     ];
@@ -190,10 +191,10 @@ fn every_invariant_notices_its_breach() {
         }),
         ("a priority changes", |s| job(s, 0).priority = 1),
         ("a seal is replaced", |s| {
-            s.data.artifacts.get_mut(&model(1)).unwrap().seal = Some(seal(9))
+            s.data.artifacts.get_mut(&model(1)).unwrap().make_mut().seal = Some(seal(9))
         }),
         ("a seal is taken back", |s| {
-            s.data.artifacts.get_mut(&model(1)).unwrap().seal = None
+            s.data.artifacts.get_mut(&model(1)).unwrap().make_mut().seal = None
         }),
         ("attempts go back", |s| artifact(s).attempts = 0),
         ("an artifact is forgotten with its attempts", |s| {
