@@ -275,6 +275,7 @@ impl JobSeen {
                 if p.state != PlacementState::Staged {
                     p.staged_bytes = 0;
                 }
+                p.transports.clear();
                 rest.placements.push(p.clone());
                 PlacementSeen {
                     node: p.node_id.0,

@@ -85,6 +85,8 @@ pub struct TransferCounters {
     pub duplicate_bytes: AtomicU64,
     /// Bytes of staging that were hashed for declared checksums, whether they came in this task or were there before.
     pub checked_bytes: AtomicU64,
+    /// Of the fetched bytes, those that came by RDMA.
+    pub rdma_bytes: AtomicU64,
 }
 
 impl TransferCounters {
@@ -106,6 +108,16 @@ impl TransferCounters {
     /// Counts bytes that were hashed for a declared checksum.
     pub fn add_checked(&self, bytes: u64) {
         self.checked_bytes.fetch_add(bytes, Ordering::Relaxed);
+    }
+
+    /// Counts bytes that arrived by RDMA; they are counted as fetched beside it.
+    pub fn add_rdma(&self, bytes: u64) {
+        self.rdma_bytes.fetch_add(bytes, Ordering::Relaxed);
+    }
+
+    /// Bytes that arrived by RDMA.
+    pub fn rdma(&self) -> u64 {
+        self.rdma_bytes.load(Ordering::Relaxed)
     }
 
     /// Bytes that were hashed for declared checksums.

@@ -226,7 +226,9 @@ pub fn job(job: &JobSnapshot) -> String {
             .unwrap_or_default();
         text.push_str(&format!("warning{at} {}\n", warning.detail));
     }
-    let mut t = table(&["NODE", "STATE", "BYTES", "VERIFIED", "ATTEMPT", "PATH", "ERROR"]);
+    let mut t = table(&[
+        "NODE", "STATE", "BYTES", "VERIFIED", "ATTEMPT", "BY", "PATH", "ERROR",
+    ]);
     for placement in &job.placements {
         let remark = if placement.requested { "" } else { " (seed only)" };
         t.add_row(vec![
@@ -235,6 +237,10 @@ pub fn job(job: &JobSnapshot) -> String {
             Cell::new(bytes(placement.staged_bytes)),
             Cell::new(if placement.checksum_verified { "yes" } else { "no" }),
             Cell::new(placement.attempt),
+            Cell::new(match placement.transports.is_empty() {
+                true => "-".into(),
+                false => placement.transports.join(","),
+            }),
             Cell::new(shown(placement.local_path.as_deref())),
             Cell::new(shown(placement.last_error.as_deref())),
         ]);

@@ -40,3 +40,11 @@ pub const MAX_ACQUISITIONS: usize = 8;
 pub const MAX_SESSION_FRAME_BYTES: usize = 1 << 20;
 /// Largest command in the Raft log, in bytes. Larger manifests go in as parts.
 pub const MAX_COMMAND_BYTES: usize = 512 << 10;
+
+/// The names of transports: in orders, reports, answers, metrics and logs.
+pub mod transport {
+    /// TCP.
+    pub const TCP: &str = "tcp";
+    /// One-sided reads of an RDMA device.
+    pub const RDMA: &str = "rdma";
+}

@@ -32,6 +32,9 @@ async fn the_rfc_example_completes() -> Result<()> {
         assert_eq!(p["staged_bytes"], 1_048_576, "{done:#}");
         assert_eq!(p["checksum_verified"], true, "{done:#}");
         assert_eq!(p["last_error"], Value::Null, "{done:#}");
+        // The seed read it from outside, the other one from the seed.
+        let by = [Value::Null, serde_json::json!(["tcp"])];
+        assert_eq!(p["transports"], by[node], "{done:#}");
         let path = Path::new(p["local_path"].as_str().context("local_path")?);
         assert!(path.starts_with(&cluster.roots[node]), "{done:#}");
         assert_eq!(sha256_file(&path.join("model.bin"))?, sha256_file(&source)?);

@@ -113,6 +113,7 @@ impl Entry {
             fetched_bytes,
             refetched_bytes,
             checked_bytes: live.map_or(0, |l| l.counters.checked()),
+            rdma_bytes: live.map_or(0, |l| l.counters.rdma()),
             bad_sources: live.map_or_else(Vec::new, |l| l.bad_sources.lock().iter().cloned().collect()),
             ..Default::default()
         };

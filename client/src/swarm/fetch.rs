@@ -15,7 +15,7 @@ use super::{
 use crate::{
     store::{Artifact, WriteError},
     task::{TaskFailure, TransferCounters, quiet},
-    transport::{ConnectError, PeerAddress, buffer::BlockBuffer},
+    transport::{ConnectError, PeerAddress, RDMA, buffer::BlockBuffer},
 };
 use contacts::Listed;
 use futures_util::future::BoxFuture;
@@ -361,8 +361,18 @@ impl Fetch {
                 peer,
                 block,
                 bytes,
+                by,
                 permit,
-            } => self.block(peer, block, bytes, permit),
+            } => {
+                let len = bytes.len() as u64;
+                self.counters.add_fetched(len);
+                if by == RDMA {
+                    self.counters.add_rdma(len);
+                }
+                if !self.take(peer, block, bytes, permit) {
+                    self.counters.add_duplicate(len);
+                }
+            }
             Event::Declined { peer, block, why } => {
                 if let Some(session) = self.sessions.get_mut(&peer) {
                     if session.requests.remove(&block).is_some() {
@@ -387,14 +397,6 @@ impl Fetch {
                     self.leave(peer, false);
                 }
             }
-        }
-    }
-
-    fn block(&mut self, peer: PeerIndex, block: u32, bytes: BlockBuffer, permit: OwnedSemaphorePermit) {
-        let len = bytes.len() as u64;
-        self.counters.add_fetched(len);
-        if !self.take(peer, block, bytes, permit) {
-            self.counters.add_duplicate(len);
         }
     }
 

@@ -54,6 +54,8 @@ pub(super) enum Event {
         peer: PeerIndex,
         block: u32,
         bytes: BlockBuffer,
+        /// The name of the connection's transport.
+        by: &'static str,
         permit: OwnedSemaphorePermit,
     },
     /// A request that brought no block.
@@ -398,6 +400,7 @@ impl Shared {
                     peer,
                     block,
                     bytes,
+                    by: self.transport,
                     permit,
                 })
                 .await;

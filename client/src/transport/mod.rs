@@ -39,10 +39,7 @@ pub fn block_time(len: u32) -> Duration {
     NO_PROGRESS_TIMEOUT + Duration::from_secs_f64(f64::from(len) / LEAST_BYTES_PER_S as f64)
 }
 
-/// A transport's name in orders, metrics and logs.
-pub const TCP: &str = "tcp";
-/// A transport's name in orders, metrics and logs.
-pub const RDMA: &str = "rdma";
+pub use mooncake_proto::transport::{RDMA, TCP};
 
 /// Where a peer is and what it is to us, as the master's order says.
 #[derive(Clone, Debug, PartialEq, Eq)]

@@ -78,6 +78,7 @@ fn snapshot(id: &str, status: JobStatus, staged: u64, version: u64) -> JobSnapsh
             last_error: (state == PlacementState::Failed).then(|| "disk full".into()),
             requested: true,
             attempt: 1,
+            transports: vec!["tcp".into()],
             transitions: BTreeMap::new(),
         }],
         last_error: (status == JobStatus::Failed).then(|| "n1:25001 failed: disk full".into()),

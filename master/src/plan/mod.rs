@@ -17,7 +17,7 @@ mod places;
 mod standstill;
 mod tasks;
 
-pub use observed::{Held, HeldState, Observed, PlanConfig, Sent, Session, Space, StagedReport};
+pub use observed::{Carried, Held, HeldState, Observed, PlanConfig, Sent, Session, Space, StagedReport};
 pub use order::{Intent, Order, OrderBody, Peer};
 pub use peers::MAX_PEERS;
 pub use standstill::{Reported, Standstill};

@@ -11,6 +11,7 @@ use mooncake_proto::{
     digest::Digest,
     ids::{ModelRef, NodeId},
     manifest::Seal,
+    transport::{RDMA, TCP},
 };
 use mooncake_state::{Fence, TaskKind};
 use std::{
@@ -75,6 +76,34 @@ pub struct Session {
     pub reported: BTreeSet<ModelRef>,
     /// The last order per artifact in this session.
     pub sent: BTreeMap<ModelRef, Sent>,
+    /// How the last copy of each model version came, as far as it has: of those that the cluster knows. A node says it
+    /// again in its next session.
+    pub carried: BTreeMap<ModelRef, Carried>,
+}
+
+/// How the bytes of one copy came from peers.
+#[derive(Clone, Copy, Debug, PartialEq, Eq)]
+pub struct Carried {
+    /// Of the attempt that fetched them.
+    pub fence: Fence,
+    /// All of them, repeats included.
+    pub bytes: u64,
+    /// Of these, by RDMA.
+    pub rdma_bytes: u64,
+}
+
+impl Carried {
+    /// By name, the better one first; none if nothing came.
+    pub fn transports(&self) -> Vec<&'static str> {
+        let by = [
+            (RDMA, self.rdma_bytes),
+            (TCP, self.bytes.saturating_sub(self.rdma_bytes)),
+        ];
+        by.into_iter()
+            .filter(|(_, bytes)| *bytes > 0)
+            .map(|(name, _)| name)
+            .collect()
+    }
 }
 
 /// A measurement of a node's disk.
@@ -169,6 +198,7 @@ impl Observed {
             absent: BTreeSet::new(),
             reported: BTreeSet::new(),
             sent: BTreeMap::new(),
+            carried: BTreeMap::new(),
         };
         self.lost.remove(&node);
         self.sessions.insert(node.clone(), session);
@@ -221,6 +251,7 @@ impl Session {
             }
             None => {
                 self.holdings.remove(&model);
+                self.carried.remove(&model);
                 self.absent.insert(model);
             }
         }
@@ -318,6 +349,14 @@ impl Session {
             sent.standstill.reported(reported, now_ms);
         }
     }
+
+    /// A copy told how its bytes came so far.
+    pub fn carried(&mut self, model: &ModelRef, carried: Carried) {
+        let known = self.carried.get(model);
+        if known.is_none_or(|known| known.fence <= carried.fence) {
+            self.carried.insert(model.clone(), carried);
+        }
+    }
 }
 
 /// What a task that staged reported.
@@ -345,5 +384,52 @@ impl Sent {
             peers: Vec::new(),
             deleted: false,
         }
+    }
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+
+    #[test]
+    fn the_newest_copy_says_how_it_came() {
+        let carried = |attempt, bytes, rdma_bytes| Carried {
+            fence: Fence {
+                attempt,
+                ..Fence::default()
+            },
+            bytes,
+            rdma_bytes,
+        };
+        for (bytes, rdma_bytes, says) in [
+            (0, 0, &[][..]),
+            (5, 0, &[TCP]),
+            (5, 5, &[RDMA]),
+            (5, 2, &[RDMA, TCP]),
+            // What a node says makes no sense: it is no master's end.
+            (2, 5, &[RDMA]),
+        ] {
+            assert_eq!(carried(1, bytes, rdma_bytes).transports(), says);
+        }
+
+        let mut observed = Observed::new(0, PlanConfig::default());
+        let session = observed.open(NodeId::parse("127.0.0.1:25001").unwrap(), 1, 0);
+        let model = ModelRef {
+            model_id: "org/m".into(),
+            revision: "r1".into(),
+            format: "bin".into(),
+            provider: "local".into(),
+        };
+        for (said, transports) in [
+            (carried(2, 1, 0), &[TCP][..]),
+            (carried(2, 2, 1), &[RDMA, TCP]),
+            (carried(1, 9, 9), &[RDMA, TCP]),
+            (carried(3, 9, 9), &[RDMA]),
+        ] {
+            session.carried(&model, said);
+            assert_eq!(session.carried[&model].transports(), transports, "{said:?}");
+        }
+        session.hold(model, None);
+        assert!(session.carried.is_empty(), "what is gone came by nothing");
     }
 }

@@ -5,7 +5,7 @@
 use super::{convert, meter::Meter};
 use crate::{
     metrics::{self, Metrics},
-    plan::{HeldState, Observed, Order, PlanConfig, Reported, Space, StagedReport},
+    plan::{Carried, HeldState, Observed, Order, PlanConfig, Reported, Space, StagedReport},
 };
 use mooncake_proto::{
     api::NodeStatus,
@@ -425,6 +425,15 @@ impl Facts {
         };
         session.moved(&model, fence, reported, now_ms);
 
+        if kind == pb::TaskKind::Replicate && artifact.is_some() {
+            let carried = Carried {
+                fence,
+                bytes: report.fetched_bytes,
+                rdma_bytes: report.rdma_bytes,
+            };
+            session.carried(&model, carried);
+        }
+
         let missing = |what: &str| Violation(format!("a report of {outcome:?} without {what}"));
         let command = match outcome {
             pb::TaskOutcome::Running => return Ok(()),
@@ -508,6 +517,14 @@ impl Live for Facts {
             bytes_per_second: task.map_or(0, |t| t.meter.rate(Instant::now())),
             running: task.is_some(),
         })
+    }
+
+    fn transports(&self, model: &ModelRef, node: &NodeId) -> Vec<&'static str> {
+        let session = self.observed.sessions.get(node);
+        session
+            .and_then(|session| session.carried.get(model))
+            .map(Carried::transports)
+            .unwrap_or_default()
     }
 
     fn free_bytes(&self, node: &NodeId) -> Option<u64> {

@@ -15,6 +15,10 @@ pub trait Live {
     fn progress(&self, _model: &ModelRef, _node: &NodeId) -> Option<LiveProgress> {
         None
     }
+    /// By which transports the node's last copy of the model came from its peers.
+    fn transports(&self, _model: &ModelRef, _node: &NodeId) -> Vec<&'static str> {
+        Vec::new()
+    }
     /// Free bytes by the node's last heartbeat.
     fn free_bytes(&self, _node: &NodeId) -> Option<u64> {
         None
@@ -240,6 +244,14 @@ fn placement_view(job: &Job, at: usize, node: &NodeId, live: &dyn Live) -> Place
         last_error: view.last_error.clone(),
         requested: job.is_requested(at),
         attempt: view.attempt,
+        transports: match view.state {
+            PlacementState::Planned => Vec::new(),
+            _ => live
+                .transports(&job.model, node)
+                .into_iter()
+                .map(Into::into)
+                .collect(),
+        },
         transitions,
     }
 }

@@ -187,6 +187,13 @@ completed() {
     done
 }
 
+# came_by JOB TRANSPORTS: what the completed job's one placement that came from a peer says of itself.
+came_by() {
+    local said
+    said=$(tr -d ' \n' <"$dir/$1.answer" | grep -o '"transports":\[[^]]*\]' | sort)
+    [ "$said" = "\"transports\":[$2]" ] || fault "job $1: its placements came by '$said', not $2"
+}
+
 # at_least NUMBER BOUND WHAT, at_most: compares integers, and says what was compared.
 at_least() { [ "${1:-0}" -ge "$2" ] || fault "$3: ${1:-nothing}, expected $2 or more"; }
 at_most() { [ -n "$1" ] && [ "$1" -le "$2" ] || fault "$3: ${1:-nothing}, expected $2 or less"; }

@@ -23,6 +23,7 @@ device_removed_and_back() {
     completed job model
     at_least "$(received 2 tcp)" 1 "bytes over TCP to node 2"
     at_most "$(received 2 rdma)" $((size - 1)) "bytes over RDMA to node 2"
+    came_by job '"rdma","tcp"'
     at_most "$(($(metric 2 refetched_bytes_total) + $(metric 2 duplicate_bytes_total)))" "$(again)" "bytes that came twice"
     # Which of the two sees it first is chance; the receiver tells what it does instead.
     says 2 'blocks go over TCP'

@@ -19,6 +19,7 @@ job_over_tcp() {
     post model job 1 1 2
     completed job model
     at_least "$(metric 2 fetched_bytes_total)" "$size" "bytes that node 2 fetched"
+    came_by job '"tcp"'
 }
 
 job_over_rdma() {
@@ -32,6 +33,7 @@ job_over_rdma() {
     at_most "$(received 2 tcp)" 0 "bytes over TCP to node 2"
     at_least "$(metric 1 sent_bytes_total 'transport="rdma"')" "$size" "bytes that node 1 gave to be read"
     at_most "$(metric 2 rdma_fallbacks_total)" 0 "fallbacks of node 2"
+    came_by job '"rdma"'
 }
 
 # Each takes its part from the others, not everything from the seed.
