@@ -35,7 +35,7 @@ pub trait StateMachine: Send + Sync + 'static {
     }
 
     /// The whole state as bytes, which [`restore`](Self::restore) takes back. Called under the read lock, and while
-    /// no entry is applied, so it only takes a copy, which should be cheap; what it returns does the encoding, beside
+    /// no entry is applied, so it only takes a copy, which has to be cheap; what it returns does the encoding, beside
     /// whatever is applied meanwhile.
     fn snapshot(&self) -> Encode;
 

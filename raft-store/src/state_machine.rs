@@ -10,7 +10,7 @@ use std::io;
 use std::ops::Deref;
 use std::panic::AssertUnwindSafe;
 use std::sync::Arc;
-use std::time::{Duration, Instant};
+use std::time::Instant;
 
 use futures_util::{Stream, StreamExt as _};
 use openraft::storage::{EntryResponder, RaftSnapshotBuilder, RaftStateMachine};
@@ -194,26 +194,15 @@ impl<M: StateMachine> RaftStateMachine<TypeConfig> for StateMachineStore<M> {
 
     async fn get_snapshot_builder(&mut self) -> SnapshotBuilder {
         // The copy is taken here, in step with `apply`: a snapshot must not be ahead of what openraft believes to be
-        // applied. Only the copy: nothing is applied, so no write is answered, until this returns. On a blocking
-        // thread, because that of a large state takes a while.
-        let shared = Arc::clone(&self.shared);
-        let copied = tokio::task::spawn_blocking(move || {
-            let began = Instant::now();
-            let applied = shared.applied.read();
-            let meta = SnapshotMeta {
-                last_log_id: applied.last_applied,
-                last_membership: applied.membership.clone(),
-            };
-            Copied {
-                meta,
-                encode: applied.machine.snapshot(),
-                took: began.elapsed(),
-            }
-        })
-        .await
-        .map_err(|error| io::Error::other(format!("the state machine's copy failed: {error}")));
+        // applied. Only the copy: nothing is applied, so no write is answered, until this returns.
+        let applied = self.shared.applied.read();
+        let meta = SnapshotMeta {
+            last_log_id: applied.last_applied,
+            last_membership: applied.membership.clone(),
+        };
+        let encode = applied.machine.snapshot();
         SnapshotBuilder {
-            copied: Some(copied),
+            copied: Some(Copied { meta, encode }),
             snapshots: Arc::clone(&self.snapshots),
             fatal: self.fatal.clone(),
         }
@@ -259,13 +248,11 @@ impl<M: StateMachine> RaftStateMachine<TypeConfig> for StateMachineStore<M> {
 struct Copied {
     meta: SnapshotMeta,
     encode: Encode,
-    /// So long nothing was applied.
-    took: Duration,
 }
 
 /// Encodes one copy of the state and writes it to a file, while entries are applied.
 pub struct SnapshotBuilder {
-    copied: Option<io::Result<Copied>>,
+    copied: Option<Copied>,
     snapshots: Arc<Snapshots>,
     fatal: Fatal,
 }
@@ -274,26 +261,23 @@ impl RaftSnapshotBuilder<TypeConfig> for SnapshotBuilder {
     type SnapshotData = SnapshotData;
 
     async fn build_snapshot(&mut self) -> io::Result<Snapshot> {
-        let copied = self
-            .copied
-            .take()
-            .unwrap_or_else(|| Err(io::Error::other("a snapshot builder builds once")));
-        let Copied { meta, encode, took } = copied.map_err(|error| self.fatal.set(error.to_string()))?;
+        let Some(Copied { meta, encode }) = self.copied.take() else {
+            return Err(io::Error::other("a snapshot builder builds once"));
+        };
         let snapshots = Arc::clone(&self.snapshots);
         let built = tokio::task::spawn_blocking(move || {
             let began = Instant::now();
             let state = encode();
             let encoded = began.elapsed();
-            let stored = snapshots.store(&meta, &state);
+            let stored = snapshots.store(&meta, &state)?;
             tracing::info!(
-                index = meta.last_log_id.map_or(0, |id| id.index()),
+                index = stored.meta.last_log_id.map_or(0, |id| id.index()),
                 bytes = state.len(),
-                copy_ms = took.as_millis(),
                 encode_ms = encoded.as_millis(),
                 write_ms = (began.elapsed() - encoded).as_millis(),
                 "snapshot built"
             );
-            stored
+            Ok(stored)
         });
         built.await.map_err(io::Error::other).flatten().map_err(|error| {
             self.fatal

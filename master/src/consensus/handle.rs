@@ -11,7 +11,6 @@ use mooncake_state::{Command, Reply, State};
 use openraft::async_runtime::watch::WatchReceiver as _;
 use openraft::errors::{ClientWriteError, Fatal, ForwardToLeader, RaftError};
 use openraft::{Instant as _, ServerState};
-use parking_lot::{MappedRwLockReadGuard, RwLockReadGuard};
 use tokio::sync::{Semaphore, broadcast, oneshot, watch};
 
 use super::bootstrap::knows_a_cluster;
@@ -161,15 +160,15 @@ pub(super) fn known(leader: &Option<Master>) -> String {
     })
 }
 
-/// The state under its read lock. Keep it short and never over an await: nothing is applied meanwhile.
-pub struct StateGuard<'a> {
+/// The state as of one entry: a copy, which costs next to nothing, so that no reader holds up what is applied.
+pub struct StateAt {
     /// The state.
-    pub state: MappedRwLockReadGuard<'a, State>,
+    pub state: State,
     /// The index of the last entry in it.
     pub applied_index: u64,
 }
 
-impl Deref for StateGuard<'_> {
+impl Deref for StateAt {
     type Target = State;
 
     fn deref(&self) -> &State {
@@ -310,13 +309,12 @@ impl Handle {
         self.inner.reads.read(deadline).await
     }
 
-    /// The state as applied here, as of now; possibly stale. Never hold it over an await.
-    pub fn state(&self) -> StateGuard<'_> {
+    /// The state as applied here, as of now; possibly stale.
+    pub fn state(&self) -> StateAt {
         let applied = self.inner.reader.read();
-        let applied_index = applied.index();
-        StateGuard {
-            state: RwLockReadGuard::map(applied, |applied| applied.machine.state()),
-            applied_index,
+        StateAt {
+            state: applied.machine.state().clone(),
+            applied_index: applied.index(),
         }
     }
 

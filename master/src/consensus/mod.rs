@@ -53,7 +53,7 @@ use tonic::transport::server::Connected as _;
 pub use bootstrap::BootstrapError;
 pub use handle::{
     AppliedWatch, Cluster, Handle, MAX_PROPOSAL_BYTES, MAX_PROPOSALS, MAX_READY_LAG, Member, NotReady,
-    PROPOSE_DEADLINE, ProposeError, Proposed, QUORUM_WITHIN, READ_DEADLINE, ReadError, StateGuard,
+    PROPOSE_DEADLINE, ProposeError, Proposed, QUORUM_WITHIN, READ_DEADLINE, ReadError, StateAt,
 };
 pub use leadership::Leadership;
 pub use machine::{Change, Machine};
@@ -75,7 +75,7 @@ pub type Sessions = ReceiverStream<io::Result<HelloStream>>;
 
 /// What this program calls itself in a hello.
 pub(crate) const SOFTWARE: &str = concat!("mooncake_master ", env!("CARGO_PKG_VERSION"));
-/// Threads for Raft: one may wait for a reader of the state in order to apply, the others go on with heartbeats.
+/// Threads for Raft: one may be busy applying, the others go on with heartbeats.
 const RAFT_THREADS: usize = 3;
 /// Accepted connections that wait to be served.
 const ACCEPT_QUEUE: usize = 64;

@@ -434,8 +434,8 @@ impl raft_server::Raft for Service {
         let membership = metrics.membership_config.membership();
         let (applied_index, state_digest) = if request.get_ref().with_state_digest {
             let reader = self.reader.clone();
-            // Copied under the lock (which is cheap) and digested outside of it, since nothing is applied while it is
-            // held; and not on an async thread, since a writer may hold the lock.
+            // Not on an async thread: those of Raft have to be free for heartbeats, and a snapshot that is being installed holds
+            // the lock.
             tokio::task::spawn_blocking(move || {
                 let (index, state) = {
                     let applied = reader.read();

@@ -17,7 +17,7 @@ use mooncake_state::{Command, Live, Reply};
 use std::{pin::pin, sync::Arc, time::Duration};
 use tokio::time::Instant;
 
-/// Jobs looked at for one page: a rare filter gives a short page and a token rather than a long lock.
+/// Jobs looked at for one page: a rare filter gives a short page and a token rather than a long wait.
 const MAX_SCAN: usize = 20_000;
 
 /// `GET /api/v1/model-distribution/jobs`, with `job_id` (the RFC's form) or as a list.

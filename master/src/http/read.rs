@@ -6,7 +6,7 @@ use super::{
     params::{Consistency, Params, Segment, model_token},
     work::at_most,
 };
-use crate::{consensus::StateGuard, context::MasterContext};
+use crate::{consensus::StateAt, context::MasterContext};
 use axum::{Extension, extract::State, http::Uri, response::Response};
 use mooncake_proto::{
     api::{ClusterStatus, MemberView, ModelList, ObjectLookup, ObjectView, ProblemCode},
@@ -16,7 +16,7 @@ use mooncake_proto::{
     text::cut,
 };
 use mooncake_state::{Bytes, Live};
-use std::{collections::HashMap, ops::Deref, sync::Arc};
+use std::{collections::HashMap, sync::Arc};
 use tokio::sync::Semaphore;
 
 /// Object look-ups at once: each may decode every manifest there is, the largest of them some 100 MB when decoded.
@@ -59,11 +59,11 @@ pub(super) async fn node(
     })
 }
 
-/// Reads with live facts where this master leads. The facts' lock is taken before the state's, always.
+/// Reads with live facts where this master leads.
 pub(super) fn with_live<T>(
     ctx: &MasterContext,
     consistency: Consistency,
-    read: impl FnOnce(&StateGuard<'_>, &dyn Live) -> T,
+    read: impl FnOnce(&StateAt, &dyn Live) -> T,
 ) -> T {
     match consistency {
         Consistency::Linearizable => {
@@ -127,8 +127,8 @@ pub(super) async fn objects(State(ctx): State<Arc<MasterContext>>, uri: Uri) -> 
 /// Where in a model version an object is: its file's path, offset and size in it.
 type Place = (String, u64, u64);
 
-/// The answer, and the applied index it holds at: all of it is read at that one, under one lock. Manifests may be
-/// large and many, so they are decoded before, outside the lock; what came meanwhile takes another look.
+/// The answer, and the applied index it holds at: all of it is read at that one, from one copy of the state. Manifests may be
+/// large and many, so they are decoded before; what came meanwhile takes another look.
 fn look_up(ctx: &MasterContext, key: String) -> Result<(u64, ObjectLookup), ApiError> {
     let mut places: HashMap<Digest, Option<Place>> = HashMap::new();
     for _ in 0..MAX_LOOKS {
@@ -196,17 +196,7 @@ pub(super) async fn cluster(State(ctx): State<Arc<MasterContext>>, uri: Uri) -> 
 
 pub(super) fn cluster_status(ctx: &MasterContext, with_digest: bool) -> ClusterStatus {
     let cluster = ctx.consensus.cluster();
-    let (applied_index, cluster_version, recovery_epoch, state) = {
-        let read = ctx.consensus.state();
-        // A copy is cheap; the digest is computed without the lock.
-        let copy = with_digest.then(|| read.deref().clone());
-        (
-            read.applied_index,
-            read.cluster_version(),
-            read.recovery_epoch(),
-            copy,
-        )
-    };
+    let state = ctx.consensus.state();
     let leader_id = cluster.leader_id;
     let members = cluster.members.into_iter().map(|member| MemberView {
         id: member.id,
@@ -227,12 +217,12 @@ pub(super) fn cluster_status(ctx: &MasterContext, with_digest: bool) -> ClusterS
         served_by: ctx.consensus.identity().node_id,
         term: cluster.term,
         leader_id,
-        applied_index,
+        applied_index: state.applied_index,
         last_log_index: cluster.last_log_index,
         last_log_term: cluster.last_log_term,
-        cluster_version,
-        recovery_epoch,
+        cluster_version: state.cluster_version(),
+        recovery_epoch: state.recovery_epoch(),
         members: members.collect(),
-        state_digest: state.map(|s| s.digest().to_string()),
+        state_digest: with_digest.then(|| state.digest().to_string()),
     }
 }

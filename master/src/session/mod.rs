@@ -19,7 +19,7 @@ use parking_lot::{RwLock, RwLockReadGuard, RwLockWriteGuard};
 #[derive(Default)]
 pub struct Sessions {
     /// Written by every session for each frame and by the reconciler, read by requests and the planner; each time
-    /// for a moment, never across an await. Taken before the state's lock where both are held.
+    /// for a moment, never across an await.
     facts: RwLock<Facts>,
 }
 

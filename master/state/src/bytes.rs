@@ -133,3 +133,32 @@ pub(crate) mod map {
         deserializer.deserialize_map(Visitor(PhantomData))
     }
 }
+
+#[cfg(test)]
+mod tests {
+    use super::map;
+    use imbl::OrdMap;
+    use mooncake_proto::codec;
+    use serde::{Deserialize, Serialize};
+    use std::collections::BTreeMap;
+
+    #[derive(Debug, PartialEq, Serialize, Deserialize)]
+    struct Persistent(#[serde(with = "map")] OrdMap<String, u64>);
+
+    #[test]
+    fn persistent_maps_are_encoded_like_standard_ones() {
+        for len in [0, 1, 16, 17, 1000] {
+            // Not in their order, and with some that are replaced: the tree has been through something.
+            let entries = (0..len).map(|i| (format!("{}", i * 7919 % 1009), i));
+            let standard: BTreeMap<String, u64> = entries.clone().chain(entries.clone()).collect();
+            let persistent = Persistent(entries.clone().chain(entries).collect());
+            let encoded = codec::encode(1, &persistent);
+            assert_eq!(encoded, codec::encode(1, &standard), "{len} entries");
+            assert_eq!(
+                codec::decode::<Persistent>(1, &encoded).unwrap(),
+                persistent,
+                "{len} entries"
+            );
+        }
+    }
+}

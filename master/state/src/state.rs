@@ -24,7 +24,8 @@ pub const SNAPSHOT_VERSION_2: u8 = 2;
 pub const SUPPORTED_CLUSTER_VERSION: u32 = PRIORITY_CLUSTER_VERSION;
 
 /// The replicated state. Its maps are persistent ones: cloning it takes the same short time however large it is, and what
-/// is changed afterwards is copied then, a few records at a time. So a snapshot costs the entries behind it nothing.
+/// is changed while a clone lives is copied then, a few records at a time (of a model version all its placements). So neither
+/// a snapshot nor a reader holds up the entries behind it.
 #[derive(Clone, Debug)]
 pub struct State {
     pub(crate) data: Data,
@@ -79,6 +80,10 @@ pub(crate) struct Index {
     pub(crate) past: OrdSet<(u64, JobId)>,
     /// References to blobs: artifacts to manifests, live jobs and running downloads to sources.
     pub(crate) blob_refs: OrdMap<Digest, u32>,
+    /// Blobs that nothing refers to: they wait for their jobs, or for their end.
+    pub(crate) unreferenced: OrdSet<Digest>,
+    /// Sum over all blobs.
+    pub(crate) blob_bytes: u64,
     /// Unsealed artifacts that nobody wants, by since when.
     pub(crate) unwanted: OrdSet<(u64, ModelRef)>,
 }
@@ -116,11 +121,11 @@ impl Index {
             index.add_job(id, job);
         }
         for (model, artifact) in &data.artifacts {
-            *index.blob_refs.entry(artifact.manifest).or_default() += 1;
+            index.refer(artifact.manifest);
             for (node, placement) in &artifact.placements {
                 insert(&mut index.models_by_node, node, model);
                 if let Some(sources) = placement.sources {
-                    *index.blob_refs.entry(sources).or_default() += 1;
+                    index.refer(sources);
                 }
             }
             index.set_unwanted(model, None, artifact);
@@ -128,7 +133,36 @@ impl Index {
         for (id, past) in &data.past_jobs {
             index.past.insert((past.finished_ms, id.clone()));
         }
+        for (digest, blob) in &data.blobs {
+            index.add_blob(digest, blob);
+        }
         index
+    }
+
+    /// One more reference.
+    pub(crate) fn refer(&mut self, digest: Digest) {
+        *self.blob_refs.entry(digest).or_default() += 1;
+        self.unreferenced.remove(&digest);
+    }
+
+    /// One reference less; whether it was the last one.
+    pub(crate) fn release(&mut self, digest: &Digest) -> bool {
+        let refs = self.blob_refs.get_mut(digest);
+        let refs = refs.expect("a released blob was referred to");
+        *refs -= 1;
+        let last = *refs == 0;
+        if last {
+            self.blob_refs.remove(digest);
+            self.unreferenced.insert(*digest);
+        }
+        last
+    }
+
+    fn add_blob(&mut self, digest: &Digest, blob: &Blob) {
+        self.blob_bytes += blob.content.len();
+        if !self.blob_refs.contains_key(digest) {
+            self.unreferenced.insert(*digest);
+        }
     }
 
     pub(crate) fn add_job(&mut self, id: &JobId, job: &Job) {
@@ -144,7 +178,7 @@ impl Index {
         if let Some(at) = job.deadline_ms {
             self.deadlines.insert((at, id.clone()));
         }
-        *self.blob_refs.entry(job.sources).or_default() += 1;
+        self.refer(job.sources);
     }
 
     /// A job that was live has just become terminal.
@@ -180,6 +214,26 @@ impl Index {
 }
 
 impl State {
+    /// Keeps a blob, in place of what there was under this digest.
+    pub(crate) fn put_blob(&mut self, digest: Digest, blob: Blob) {
+        self.remove_blob(&digest);
+        self.index.add_blob(&digest, &blob);
+        self.data.blobs.insert(digest, blob);
+    }
+
+    pub(crate) fn remove_blob(&mut self, digest: &Digest) {
+        if let Some(blob) = self.data.blobs.remove(digest) {
+            self.index.blob_bytes -= blob.content.len();
+            self.index.unreferenced.remove(digest);
+        }
+    }
+
+    /// Blobs that nothing refers to.
+    pub(crate) fn unreferenced_blobs(&self) -> impl Iterator<Item = (&Digest, &Blob)> {
+        let digests = self.index.unreferenced.iter();
+        digests.filter_map(|digest| Some((digest, self.data.blobs.get(digest)?)))
+    }
+
     /// The state before the first command.
     pub fn new() -> Self {
         Self::of(Data {

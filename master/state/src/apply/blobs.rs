@@ -15,6 +15,9 @@ const MAX_BLOB_BYTES: u64 = 2 * MAX_BODY_BYTES as u64;
 /// Most bytes in blobs that nothing refers to yet: eight of the largest requests at once.
 const MAX_PENDING_BYTES: u64 = 8 * MAX_BODY_BYTES as u64;
 
+/// A blob's digest and its bytes.
+pub(super) type Resolved = (Digest, Bytes);
+
 impl Apply<'_> {
     pub(super) fn put_blob_part(
         &mut self,
@@ -66,7 +69,8 @@ impl Apply<'_> {
         if let BlobContent::Partial { parts, .. } = &content
             && parts.len() == count as usize
         {
-            let whole: Vec<u8> = parts.values().flat_map(|p| p.iter().copied()).collect();
+            let mut whole = Vec::with_capacity(total_bytes as usize);
+            parts.values().for_each(|part| whole.extend_from_slice(part));
             if whole.len() as u64 != total_bytes || Digest::sha256(&whole) != *digest {
                 // This part is not kept, so that the state is what it was; right parts replace wrong ones.
                 let detail = format!("the {count} parts of blob {digest} do not add up to its digest");
@@ -74,29 +78,21 @@ impl Apply<'_> {
             }
             content = BlobContent::Complete(whole.into());
         }
-        blobs.insert(
-            *digest,
-            Blob {
-                content,
-                since_ms: now,
-            },
-        );
+        let since_ms = now;
+        self.state.put_blob(*digest, Blob { content, since_ms });
         Reply::Done
     }
 
     /// Bytes of blobs that nothing refers to.
     fn pending_bytes(&self) -> u64 {
-        let state = &*self.state;
-        let unreferenced = state
-            .data
-            .blobs
-            .iter()
-            .filter(|(d, _)| !state.index.blob_refs.contains_key(*d));
-        unreferenced.map(|(_, b)| b.content.len()).sum()
+        self.state
+            .unreferenced_blobs()
+            .map(|(_, blob)| blob.content.len())
+            .sum()
     }
 
     /// The bytes of a blob that a command brings or names.
-    pub(super) fn resolve(&self, blob: &BlobRef) -> Result<(Digest, Bytes), Reply> {
+    pub(super) fn resolve(&self, blob: &BlobRef) -> Result<Resolved, Reply> {
         match blob {
             BlobRef::Inline(bytes) => Ok((Digest::sha256(bytes), bytes.clone())),
             BlobRef::Stored(digest) => match self.state.blob(digest) {
@@ -108,40 +104,22 @@ impl Apply<'_> {
 
     /// Keeps a blob from now on.
     pub(super) fn refer(&mut self, digest: Digest, bytes: &Bytes) {
-        *self.state.index.blob_refs.entry(digest).or_default() += 1;
-        let now = self.now;
-        let blobs = &mut self.state.data.blobs;
-        if !matches!(
-            blobs.get(&digest),
-            Some(Blob {
-                content: BlobContent::Complete(_),
-                ..
-            })
-        ) {
-            blobs.insert(
-                digest,
-                Blob {
-                    content: BlobContent::Complete(bytes.clone()),
-                    since_ms: now,
-                },
-            );
+        self.state.index.refer(digest);
+        if self.state.blob(&digest).is_none() {
+            let blob = Blob {
+                content: BlobContent::Complete(bytes.clone()),
+                since_ms: self.now,
+            };
+            self.state.put_blob(digest, blob);
         }
     }
 
     /// Takes one reference away; the last one starts the blob's time to live.
     pub(super) fn release(&mut self, digest: &Digest) {
-        let refs = self
-            .state
-            .index
-            .blob_refs
-            .get_mut(digest)
-            .expect("a released blob was referred to");
-        *refs -= 1;
-        if *refs == 0 {
-            self.state.index.blob_refs.remove(digest);
-            if let Some(blob) = self.state.data.blobs.get_mut(digest) {
-                blob.since_ms = self.now;
-            }
+        if self.state.index.release(digest)
+            && let Some(blob) = self.state.data.blobs.get_mut(digest)
+        {
+            blob.since_ms = self.now;
         }
     }
 }

@@ -1,6 +1,7 @@
 //! Jobs: creation, evaluation, their ends.
 
 use super::Apply;
+use super::blobs::Resolved;
 use crate::{
     bytes::Shared,
     command::{CreateJob, Reply},
@@ -41,11 +42,11 @@ impl Apply<'_> {
         if let Err(reply) = self.check_create(create).and_then(|()| self.check_room()) {
             return reply;
         }
-        let (manifest, manifest_bytes, sources, sources_bytes) = match self.create_blobs(create) {
+        let blobs = match self.create_blobs(create) {
             Ok(blobs) => blobs,
             Err(reply) => return reply,
         };
-        let manifest_digest = mooncake_proto::digest::Digest::sha256(&manifest_bytes);
+        let (manifest, (manifest_digest, manifest_bytes), (sources, sources_bytes)) = blobs;
         match self.state.artifact(&create.model) {
             Some(artifact) if artifact.manifest == manifest_digest => {}
             Some(artifact) => {
@@ -102,7 +103,7 @@ impl Apply<'_> {
                 format!("{live} jobs are not finished yet, which is the limit; wait for some to end");
             return Err(Reply::Overloaded { detail });
         }
-        let blob_bytes: u64 = self.state.data.blobs.values().map(|b| b.content.len()).sum();
+        let blob_bytes = self.state.index.blob_bytes;
         if blob_bytes > MAX_KEPT_BLOB_BYTES {
             let detail = format!(
                 "the manifests of {} model versions take {blob_bytes} bytes, above the limit of {MAX_KEPT_BLOB_BYTES}; larger                  chunks, or object ids that are derived from the prefix, make smaller manifests",
@@ -113,20 +114,9 @@ impl Apply<'_> {
         Ok(())
     }
 
-    #[allow(clippy::type_complexity, reason = "used once, right above")]
-    fn create_blobs(
-        &self,
-        create: &CreateJob,
-    ) -> Result<
-        (
-            Manifest,
-            crate::Bytes,
-            mooncake_proto::digest::Digest,
-            crate::Bytes,
-        ),
-        Reply,
-    > {
-        let (_, manifest_bytes) = self.resolve(&create.manifest)?;
+    /// The manifest, its encoding and that of the sources, each with its digest.
+    fn create_blobs(&self, create: &CreateJob) -> Result<(Manifest, Resolved, Resolved), Reply> {
+        let (manifest_digest, manifest_bytes) = self.resolve(&create.manifest)?;
         let (sources_digest, sources_bytes) = self.resolve(&create.sources)?;
         let manifest = Manifest::decode(&manifest_bytes).map_err(|e| Reply::Invalid {
             detail: format!("the manifest cannot be read: {e}"),
@@ -138,7 +128,11 @@ impl Apply<'_> {
             let detail = "manifest, sources and model do not belong together".into();
             return Err(Reply::Invalid { detail });
         }
-        Ok((manifest, manifest_bytes, sources_digest, sources_bytes))
+        Ok((
+            manifest,
+            (manifest_digest, manifest_bytes),
+            (sources_digest, sources_bytes),
+        ))
     }
 
     /// Why other content under this key is refused; `None`: the old content is replaced.
@@ -236,19 +230,12 @@ impl Apply<'_> {
         job.views = vec![View::new(now); views];
         // `refer` was called for the sources: the index must not count them twice.
         self.state.index.add_job(&create.job, &job);
-        self.release_quietly(&sources);
+        self.state.index.release(&sources);
         self.state.data.jobs.insert(create.job.clone(), Shared::new(job));
         self.set_unwanted_since(&create.model, None);
         self.touch(&create.job);
         self.join_placements(&create.job);
         self.mark(&create.model);
-    }
-
-    /// Takes back the reference that [`Apply::refer`] made, without starting the blob's time to live.
-    fn release_quietly(&mut self, digest: &mooncake_proto::digest::Digest) {
-        if let Some(refs) = self.state.index.blob_refs.get_mut(digest) {
-            *refs -= 1;
-        }
     }
 
     /// The new job sees what is there already: copies that are staged, tasks that run, nodes that are down.

@@ -40,9 +40,9 @@ pub(crate) fn is_due(state: &State, now_ms: u64) -> bool {
             .unwanted
             .get_min()
             .is_some_and(|(at, _)| is_over(*at, limits.unsealed_ttl_ms, now_ms))
-        || state.data.blobs.iter().any(|(digest, blob)| {
-            !index.blob_refs.contains_key(digest) && is_over(blob.since_ms, limits.blob_ttl_ms, now_ms)
-        })
+        || state
+            .unreferenced_blobs()
+            .any(|(_, blob)| is_over(blob.since_ms, limits.blob_ttl_ms, now_ms))
         || state
             .data
             .nodes
@@ -91,13 +91,10 @@ impl Apply<'_> {
         }
 
         let state = &mut *self.state;
-        let unreferenced = state.data.blobs.iter().filter(|(digest, blob)| {
-            !state.index.blob_refs.contains_key(*digest) && is_over(blob.since_ms, limits.blob_ttl_ms, now)
-        });
-        let unreferenced: Vec<Digest> = unreferenced.map(|(digest, _)| *digest).collect();
-        for digest in unreferenced {
-            state.data.blobs.remove(&digest);
-        }
+        let unreferenced = state.unreferenced_blobs();
+        let over = unreferenced.filter(|(_, blob)| is_over(blob.since_ms, limits.blob_ttl_ms, now));
+        let over: Vec<Digest> = over.map(|(digest, _)| *digest).collect();
+        over.iter().for_each(|digest| state.remove_blob(digest));
 
         let forgotten = state
             .data

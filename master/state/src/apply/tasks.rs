@@ -527,11 +527,8 @@ impl Apply<'_> {
             .state
             .live_jobs_of(model)
             .any(|(_, job)| job.position(node).is_some());
-        let artifact = self.state.data.artifacts.get_mut(model);
-        if let Some(placement) = artifact
-            .and_then(|a| a.make_mut().placements.get_mut(node))
-            .filter(|_| !waited_for)
-        {
+        let artifact = self.state.data.artifacts.get_mut(model).filter(|_| !waited_for);
+        if let Some(placement) = artifact.and_then(|a| a.make_mut().placements.get_mut(node)) {
             // The next job begins at once.
             placement.failures = 0;
             placement.not_before_ms = 0;
@@ -563,7 +560,7 @@ impl Apply<'_> {
     fn set_sources(&mut self, model: &ModelRef, node: &NodeId, sources: Option<Digest>) {
         let before = std::mem::replace(&mut self.placement_mut(model, node).sources, sources);
         if let Some(sources) = sources {
-            *self.state.index.blob_refs.entry(sources).or_default() += 1;
+            self.state.index.refer(sources);
         }
         if let Some(before) = before {
             self.release(&before);

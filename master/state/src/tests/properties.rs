@@ -413,6 +413,7 @@ pub(crate) fn run(state: &mut State, ops: &[(Op, u64)]) -> Result<Vec<Command>, 
         };
         let index = 2 * history.len() as u64 + 1;
         let before = state.clone();
+        let digest_before = before.digest();
         let applied = state.apply(index, &command);
         let context = |broken: String| format!("step {step}, {command:?} → {:?}: {broken}", applied.reply);
         invariants::check(state).map_err(context)?;
@@ -420,6 +421,9 @@ pub(crate) fn run(state: &mut State, ops: &[(Op, u64)]) -> Result<Vec<Command>, 
         let digest = state.digest();
         let mut twice = state.clone();
         twice.apply(index + 1, &command);
+        if before.digest() != digest_before {
+            return Err(context("a copy changed when the state did".into()));
+        }
         if twice.digest() != digest {
             return Err(context(format!(
                 "twice is not once:\n{:#?}\n{:#?}",
