@@ -1,6 +1,6 @@
 //! Planned hand-overs under load: how many requests fail, and how long a write takes while leadership moves.
 
-use super::{Answer, GIVE_UP, MAX_WRITES, Mooncake, Subject, WRITE_TIMEOUT};
+use super::{GIVE_UP, MAX_WRITES, Mooncake, Subject, WRITE_TIMEOUT, Write};
 use anyhow::{Context, Result, ensure};
 use reqwest::StatusCode;
 use std::{
@@ -51,6 +51,8 @@ pub struct Cost {
     pub count: usize,
     /// Writes sent.
     pub writes: u64,
+    /// Of these, acknowledged with 200: see [`hand_over`].
+    pub repeated: u64,
     /// Writes that were not acknowledged, with the reason.
     pub failed: Vec<String>,
     /// Latencies of writes sent while a hand-over was under way, sorted.
@@ -79,7 +81,7 @@ struct Written {
     during: Option<usize>,
     sent: SystemTime,
     took: Duration,
-    error: Option<String>,
+    answer: Result<StatusCode, String>,
 }
 
 /// Which hand-over is under way, for those who write.
@@ -97,19 +99,21 @@ impl Moving {
     }
 }
 
-/// 201, or 200: a master that repeats a write because the answer of the leader before was lost is told that the job is
-/// there already, as it should be. Every write is a job of its own, so that nobody else can have made it.
-fn acknowledged(answer: Answer) -> Result<Answer> {
+/// The whole answer: one that breaks off is a failed request too.
+async fn acknowledged(write: Write) -> Result<StatusCode> {
+    let answer = write.await?;
     let status = answer.status();
-    ensure!(
-        status == StatusCode::CREATED || status == StatusCode::OK,
-        "{status}"
-    );
-    Ok(answer)
+    let good = [StatusCode::CREATED, StatusCode::OK];
+    ensure!(good.contains(&status), "{status}");
+    answer.bytes().await?;
+    Ok(status)
 }
 
 /// Hands over `count` times at `per_second` writes. Nothing is repeated: what fails, fails. Every write that was sent is
 /// in the result, those that were under way at the end too.
+///
+/// An acknowledgement is 201, or 200: a master that passes a write on once more, because the leader's answer was lost, is
+/// told that the job is there already. Every write is a job of its own, so nobody else can have made it.
 pub async fn hand_over(
     subject: &mut Mooncake,
     how: HandOver,
@@ -145,18 +149,15 @@ pub async fn hand_over(
                 let (sent, clock) = (SystemTime::now(), Instant::now());
                 let before = moving.get();
                 writes.spawn(async move {
-                    // An answer that breaks off is a failed request too.
-                    let whole = async { anyhow::Ok(acknowledged(write.await?)?.bytes().await?) };
-                    let error = match tokio::time::timeout(WRITE_TIMEOUT, whole).await {
-                        Ok(Ok(_)) => None,
-                        Ok(Err(error)) => Some(format!("{error:#}")),
-                        Err(_) => Some(format!("no answer within {WRITE_TIMEOUT:?}")),
+                    let answer = match tokio::time::timeout(WRITE_TIMEOUT, acknowledged(write)).await {
+                        Ok(answer) => answer.map_err(|error| format!("{error:#}")),
+                        Err(_) => Err(format!("no answer within {WRITE_TIMEOUT:?}")),
                     };
                     let _ = written.send(Written {
                         during: before.or_else(|| moving.get()),
                         sent,
                         took: clock.elapsed(),
-                        error,
+                        answer,
                     });
                     drop(turn);
                 });
@@ -206,16 +207,17 @@ pub async fn hand_over(
     };
     while let Some(write) = results.recv().await {
         cost.writes += 1;
-        match (write.error, write.during) {
-            (Some(error), _) => cost.failed.push(error),
-            (None, Some(number)) => {
+        cost.repeated += u64::from(write.answer == Ok(StatusCode::OK));
+        match (write.answer, write.during) {
+            (Err(error), _) => cost.failed.push(error),
+            (Ok(_), Some(number)) => {
                 cost.during.push(write.took);
                 let slowest = &mut cost.each[number].slowest;
                 if slowest.is_none_or(|(_, took)| took < write.took) {
                     *slowest = Some((write.sent, write.took));
                 }
             }
-            (None, None) => cost.otherwise.push(write.took),
+            (Ok(_), None) => cost.otherwise.push(write.took),
         }
     }
     cost.during.sort();

@@ -301,6 +301,7 @@ impl Report {
                 "hand_over": how.name(),
                 "times": cost.count,
                 "writes": cost.writes,
+                "repeated": cost.repeated,
                 "failed": cost.failed,
                 "p99_during_ms": ms(percentile(&cost.during, 0.99)),
                 "max_during_ms": ms(percentile(&cost.during, 1.0)),
@@ -360,6 +361,7 @@ impl Report {
             "planned, mooncake",
             "times",
             "writes",
+            "by repeat",
             "failed",
             "p99 ms during",
             "max ms during",
@@ -370,6 +372,7 @@ impl Report {
             let numbers = [
                 cost.count.to_string(),
                 cost.writes.to_string(),
+                cost.repeated.to_string(),
                 cost.failed.len().to_string(),
                 whole(&cost.during, 0.99),
                 whole(&cost.during, 1.0),
