@@ -47,7 +47,7 @@ pub use codec::{
 };
 pub use error::{Fatal, OpenError};
 pub use log_store::{LogReader, LogStore, MAX_READ_BYTES};
-pub use machine::{Encode, StateMachine};
+pub use machine::StateMachine;
 pub use meta::Identity;
 pub use offline::{NewLife, Offline, create_folder};
 pub use runtime::{CALL_TIMEOUT, Runtime};

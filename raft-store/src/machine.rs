@@ -2,17 +2,17 @@
 
 use crate::types::{LogId, StoredMembership};
 
-/// Encodes a copy of a state; called once, on a blocking thread.
-pub type Encode = Box<dyn FnOnce() -> Vec<u8> + Send + Sync>;
-
 /// A deterministic state machine that the log is applied to.
 ///
 /// Guaranteed by the store: entries come in index order, each exactly once per life of the value (after
-/// [`restore`](Self::restore) they go on behind the snapshot), never two calls at once.
+/// [`replace`](Self::replace) they go on behind the snapshot), never two calls at once.
 ///
 /// Not guaranteed: that what was applied is on the disk. The state is rebuilt at start from the newest
 /// snapshot and the log behind it.
 pub trait StateMachine: Send + Sync + 'static {
+    /// The whole state, apart from the machine.
+    type Image: Send + Sync + 'static;
+
     /// Applies one command and answers it.
     ///
     /// It must be deterministic: a command that makes no sense is answered with bytes that say so. `log_id` gives
@@ -34,12 +34,17 @@ pub trait StateMachine: Send + Sync + 'static {
         let _ = membership;
     }
 
-    /// The whole state as bytes, which [`restore`](Self::restore) takes back. Called under the read lock, and while
-    /// no entry is applied, so it only takes a copy, which has to be cheap; what it returns does the encoding, beside
-    /// whatever is applied meanwhile.
-    fn snapshot(&self) -> Encode;
+    /// A copy of the whole state. Called under the read lock, and while no entry is applied: it has to be cheap.
+    fn image(&self) -> Self::Image;
 
-    /// Replaces the whole state by that of a snapshot. On an error the old state must be kept: the error
-    /// is reported and the process stops.
-    fn restore(&mut self, snapshot: &[u8]) -> Result<(), String>;
+    /// A copy as bytes. Called on a blocking thread, beside whatever is applied meanwhile.
+    fn encode(image: &Self::Image) -> Vec<u8>;
+
+    /// Reads what [`encode`](Self::encode) wrote; other versions of this program may have written it. Called on a blocking
+    /// thread, under the read lock. An error is reported and the process stops.
+    fn decode(&self, snapshot: &[u8]) -> Result<Self::Image, String>;
+
+    /// Puts a copy in the place of the whole state, and returns what was there. Called under the write lock: it has to be
+    /// cheap.
+    fn replace(&mut self, image: Self::Image) -> Self::Image;
 }

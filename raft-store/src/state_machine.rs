@@ -19,7 +19,7 @@ use parking_lot::{RwLock, RwLockReadGuard};
 use tokio::sync::watch;
 
 use crate::error::{Fatal, OpenError};
-use crate::machine::{Encode, StateMachine};
+use crate::machine::StateMachine;
 use crate::snapshot::Snapshots;
 use crate::snapshot_file::SnapshotData;
 use crate::types::{LogId, Reply, Snapshot, SnapshotMeta, StoredMembership, TypeConfig};
@@ -102,10 +102,11 @@ impl<M: StateMachine> StateMachineStore<M> {
                 record: "the snapshot".into(),
                 detail: error.to_string(),
             })?;
-            machine.restore(&state).map_err(|detail| OpenError::Restore {
+            let copy = machine.decode(&state).map_err(|detail| OpenError::Restore {
                 path: path.to_owned(),
                 detail,
             })?;
+            machine.replace(copy);
             last_applied = meta.last_log_id;
             membership = meta.last_membership;
         }
@@ -145,7 +146,7 @@ fn count(last_applied: &Option<LogId>) -> u64 {
 
 impl<M: StateMachine> RaftStateMachine<TypeConfig> for StateMachineStore<M> {
     type SnapshotData = SnapshotData;
-    type SnapshotBuilder = SnapshotBuilder;
+    type SnapshotBuilder = SnapshotBuilder<M>;
 
     async fn applied_state(&mut self) -> io::Result<(Option<LogId>, StoredMembership)> {
         let applied = self.shared.applied.read();
@@ -192,7 +193,7 @@ impl<M: StateMachine> RaftStateMachine<TypeConfig> for StateMachineStore<M> {
         Ok(())
     }
 
-    async fn get_snapshot_builder(&mut self) -> SnapshotBuilder {
+    async fn get_snapshot_builder(&mut self) -> SnapshotBuilder<M> {
         // The copy is taken here, in step with `apply`: a snapshot must not be ahead of what openraft believes to be
         // applied. Only the copy: nothing is applied, so no write is answered, until this returns.
         let applied = self.shared.applied.read();
@@ -200,9 +201,8 @@ impl<M: StateMachine> RaftStateMachine<TypeConfig> for StateMachineStore<M> {
             last_log_id: applied.last_applied,
             last_membership: applied.membership.clone(),
         };
-        let encode = applied.machine.snapshot();
         SnapshotBuilder {
-            copied: Some(Copied { meta, encode }),
+            copied: Some((meta, applied.machine.image())),
             snapshots: Arc::clone(&self.snapshots),
             fatal: self.fatal.clone(),
         }
@@ -222,12 +222,15 @@ impl<M: StateMachine> RaftStateMachine<TypeConfig> for StateMachineStore<M> {
                     let what = format!("the snapshot's own meta is {meta}, announced was {announced}");
                     return Err(io::Error::new(io::ErrorKind::InvalidData, what));
                 }
-                {
+                // Whoever reads the state meanwhile reads the old one: the decoding of a large one takes seconds.
+                let copy = shared.applied.read().machine.decode(&state);
+                let copy = copy.map_err(io::Error::other)?;
+                let _old = {
                     let mut applied = shared.applied.write();
-                    applied.machine.restore(&state).map_err(io::Error::other)?;
                     applied.last_applied = meta.last_log_id;
                     applied.membership = meta.last_membership.clone();
-                }
+                    applied.machine.replace(copy)
+                };
                 // Only a state that the machine understands gets onto the disk, where the next start depends on it.
                 snapshots.adopt(&meta, &snapshot, &state)?;
                 shared.progress.send_replace(count(&meta.last_log_id));
@@ -244,30 +247,25 @@ impl<M: StateMachine> RaftStateMachine<TypeConfig> for StateMachineStore<M> {
     }
 }
 
-/// The state as of one log index, not encoded yet.
-struct Copied {
-    meta: SnapshotMeta,
-    encode: Encode,
-}
-
 /// Encodes one copy of the state and writes it to a file, while entries are applied.
-pub struct SnapshotBuilder {
-    copied: Option<Copied>,
+pub struct SnapshotBuilder<M: StateMachine> {
+    copied: Option<(SnapshotMeta, M::Image)>,
     snapshots: Arc<Snapshots>,
     fatal: Fatal,
 }
 
-impl RaftSnapshotBuilder<TypeConfig> for SnapshotBuilder {
+impl<M: StateMachine> RaftSnapshotBuilder<TypeConfig> for SnapshotBuilder<M> {
     type SnapshotData = SnapshotData;
 
     async fn build_snapshot(&mut self) -> io::Result<Snapshot> {
-        let Some(Copied { meta, encode }) = self.copied.take() else {
+        let Some((meta, copy)) = self.copied.take() else {
             return Err(io::Error::other("a snapshot builder builds once"));
         };
         let snapshots = Arc::clone(&self.snapshots);
         let built = tokio::task::spawn_blocking(move || {
             let began = Instant::now();
-            let state = encode();
+            let state = M::encode(&copy);
+            drop(copy);
             let encoded = began.elapsed();
             let stored = snapshots.store(&meta, &state)?;
             tracing::info!(

@@ -5,11 +5,11 @@
 //! version above what this program supports. Both are said by [`Machine::too_old`]: starting this program again would
 //! change nothing.
 
-use std::sync::Arc;
+use std::sync::{Arc, OnceLock};
 
 use mooncake_proto::codec;
 use mooncake_proto::ids::JobId;
-use mooncake_raft_store::{Encode, LogId, StateMachine};
+use mooncake_raft_store::{LogId, StateMachine};
 use mooncake_state::{Command, Reply, State};
 use tokio::sync::broadcast;
 
@@ -34,7 +34,7 @@ pub enum Change {
 pub struct Machine {
     state: State,
     changes: broadcast::Sender<Change>,
-    too_old: Option<Arc<str>>,
+    too_old: OnceLock<Arc<str>>,
 }
 
 impl Machine {
@@ -52,7 +52,7 @@ impl Machine {
             Self {
                 state,
                 changes: changes.clone(),
-                too_old: None,
+                too_old: OnceLock::new(),
             },
             changes,
         )
@@ -65,11 +65,11 @@ impl Machine {
 
     /// Why this program cannot go on with this log, if that is so.
     pub fn too_old(&self) -> Option<&Arc<str>> {
-        self.too_old.as_ref()
+        self.too_old.get()
     }
 
-    fn give_up(&mut self, why: String) -> String {
-        self.too_old = Some(why.as_str().into());
+    fn give_up(&self, why: String) -> String {
+        self.too_old.get_or_init(|| why.as_str().into());
         why
     }
 }
@@ -80,6 +80,8 @@ pub(crate) fn decode_reply(bytes: &[u8]) -> Result<Reply, codec::CodecError> {
 }
 
 impl StateMachine for Machine {
+    type Image = State;
+
     fn apply(&mut self, log_id: LogId, command: &[u8]) -> Result<Vec<u8>, String> {
         let index = log_id.index();
         // The record's checksum held, so these are the bytes that were proposed.
@@ -100,12 +102,15 @@ impl StateMachine for Machine {
         Ok(codec::encode(REPLY_VERSION, &applied.reply))
     }
 
-    fn snapshot(&self) -> Encode {
-        let state = self.state.clone();
-        Box::new(move || state.encode_snapshot())
+    fn image(&self) -> State {
+        self.state.clone()
     }
 
-    fn restore(&mut self, snapshot: &[u8]) -> Result<(), String> {
+    fn encode(image: &State) -> Vec<u8> {
+        image.encode_snapshot()
+    }
+
+    fn decode(&self, snapshot: &[u8]) -> Result<State, String> {
         let state = State::decode_snapshot(snapshot).map_err(|error| match error {
             codec::CodecError::UnknownVersion { .. } => self.give_up(format!(
                 "the snapshot cannot be read by this program ({error}): it was written by a newer version; start that \
@@ -114,9 +119,13 @@ impl StateMachine for Machine {
             error => error.to_string(),
         })?;
         version::check(state.cluster_version()).map_err(|why| self.give_up(why))?;
-        self.state = state;
+        Ok(state)
+    }
+
+    fn replace(&mut self, image: State) -> State {
+        let old = std::mem::replace(&mut self.state, image);
         let _ = self.changes.send(Change::Everything);
-        Ok(())
+        old
     }
 }
 
@@ -138,7 +147,8 @@ mod tests {
 
         let (mut other, changes) = Machine::new();
         let mut changes = changes.subscribe();
-        other.restore(&machine.snapshot()()).unwrap();
+        let copy = other.decode(&Machine::encode(&machine.image())).unwrap();
+        other.replace(copy);
         assert_eq!(other.state().digest(), machine.state().digest());
         assert!(matches!(changes.try_recv().unwrap(), Change::Everything));
     }
@@ -147,7 +157,7 @@ mod tests {
     fn a_bad_snapshot_keeps_the_old_state() {
         let (mut machine, _changes) = Machine::new();
         machine.apply(log_id(1, 1), &tick(5_000)).unwrap();
-        assert!(machine.restore(&[1, 2, 3]).is_err());
+        assert!(machine.decode(&[1, 2, 3]).is_err());
         assert!(machine.too_old().is_none(), "it is damaged, and not new");
         assert_eq!(machine.state().time_ms(), 5_000);
     }
@@ -159,8 +169,8 @@ mod tests {
         assert!(why.contains("written by a newer version"), "{why}");
         assert_eq!(machine.too_old().map(|said| said.to_string()), Some(why));
 
-        let (mut machine, _changes) = Machine::new();
-        let why = machine.restore(&[200, 1, 2, 3]).unwrap_err();
+        let (machine, _changes) = Machine::new();
+        let why = machine.decode(&[200, 1, 2, 3]).unwrap_err();
         assert!(why.contains("written by a newer version"), "{why}");
         assert_eq!(machine.too_old().map(|said| said.to_string()), Some(why));
 

@@ -33,6 +33,8 @@ struct Chain {
 }
 
 impl StateMachine for Chain {
+    type Image = Self;
+
     fn apply(&mut self, log_id: LogId, command: &[u8]) -> Result<Vec<u8>, String> {
         let mut hasher = crc32fast::Hasher::new_with_initial(self.hash);
         hasher.update(command);
@@ -42,14 +44,20 @@ impl StateMachine for Chain {
         Ok(self.count.to_le_bytes().to_vec())
     }
 
-    fn snapshot(&self) -> Encode {
-        let copy = self.clone();
-        Box::new(move || postcard::to_allocvec(&copy).unwrap())
+    fn image(&self) -> Self {
+        self.clone()
     }
 
-    fn restore(&mut self, snapshot: &[u8]) -> Result<(), String> {
-        *self = postcard::from_bytes(snapshot).map_err(|error| error.to_string())?;
-        Ok(())
+    fn encode(image: &Self) -> Vec<u8> {
+        postcard::to_allocvec(image).unwrap()
+    }
+
+    fn decode(&self, snapshot: &[u8]) -> Result<Self, String> {
+        postcard::from_bytes(snapshot).map_err(|error| error.to_string())
+    }
+
+    fn replace(&mut self, image: Self) -> Self {
+        std::mem::replace(self, image)
     }
 }
 

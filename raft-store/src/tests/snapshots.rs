@@ -232,55 +232,108 @@ async fn a_snapshot_that_the_machine_refuses_is_not_installed() {
     assert!(machine.get_current_snapshot().await.unwrap().is_none());
 }
 
-/// A machine whose copy is encoded only when the test says so.
-struct SlowToEncode {
-    chain: Chain,
-    encode: Mutex<Option<std::sync::mpsc::Receiver<()>>>,
+/// A gate: whoever has it waits until the other end is dropped.
+type Gate = Mutex<Option<std::sync::mpsc::Receiver<()>>>;
+
+fn pass(gate: &Gate) {
+    let gate = gate.lock().take();
+    if let Some(gate) = gate {
+        assert!(gate.recv().is_err(), "nothing is ever sent");
+    }
 }
 
-impl StateMachine for SlowToEncode {
+/// A machine whose copy is encoded, and a snapshot decoded, only when the test says so.
+#[derive(Default)]
+struct Slow {
+    chain: Chain,
+    encode: Arc<Gate>,
+    decode: Gate,
+}
+
+impl StateMachine for Slow {
+    type Image = (Chain, Arc<Gate>);
+
     fn apply(&mut self, log_id: LogId, command: &[u8]) -> Result<Vec<u8>, String> {
         self.chain.apply(log_id, command)
     }
 
-    fn snapshot(&self) -> Encode {
-        let (copy, go) = (self.chain.snapshot(), Mutex::new(self.encode.lock().take()));
-        Box::new(move || {
-            if let Some(go) = go.into_inner() {
-                go.recv().unwrap();
-            }
-            copy()
-        })
+    fn image(&self) -> Self::Image {
+        (self.chain.clone(), self.encode.clone())
     }
 
-    fn restore(&mut self, snapshot: &[u8]) -> Result<(), String> {
-        self.chain.restore(snapshot)
+    fn encode((copy, gate): &Self::Image) -> Vec<u8> {
+        pass(gate);
+        Chain::encode(copy)
+    }
+
+    fn decode(&self, snapshot: &[u8]) -> Result<Self::Image, String> {
+        pass(&self.decode);
+        Ok((self.chain.decode(snapshot)?, self.encode.clone()))
+    }
+
+    fn replace(&mut self, (copy, gate): Self::Image) -> Self::Image {
+        (self.chain.replace(copy), gate)
     }
 }
+
+const LONG: std::time::Duration = std::time::Duration::from_secs(10);
 
 /// openraft asks for the builder from the task that applies entries: while it waits, every write does.
 #[tokio::test]
 async fn entries_are_applied_while_a_snapshot_is_encoded() {
     let folder = tempfile::tempdir().unwrap();
     let store = open(folder.path());
-    let (go, encode) = std::sync::mpsc::channel();
-    let machine = SlowToEncode {
-        chain: Chain::default(),
-        encode: Mutex::new(Some(encode)),
+    let (go, gate) = std::sync::mpsc::channel();
+    let machine = Slow {
+        encode: Arc::new(Mutex::new(Some(gate))),
+        ..Slow::default()
     };
     let mut machine = store.state_machine(machine).unwrap();
     apply(&mut machine, vec![entry(1, 0)]).await;
-    let builder = machine.try_create_snapshot_builder(true);
-    let mut builder = tokio::time::timeout(std::time::Duration::from_secs(10), builder)
-        .await
-        .expect("the builder waits for the encoding")
-        .unwrap();
+    let builder = tokio::time::timeout(LONG, machine.try_create_snapshot_builder(true)).await;
+    let mut builder = builder.expect("the builder waits for the encoding").unwrap();
+    let built = tokio::spawn(async move { builder.build_snapshot().await.unwrap() });
     apply(&mut machine, vec![entry(1, 1)]).await;
-    go.send(()).unwrap();
-    let built = builder.build_snapshot().await.unwrap();
+    drop(go);
+    let built = built.await.unwrap();
     assert_eq!(built.meta.last_log_id, Some(log_id(1, 0)), "as of the copy");
     let (_, state) = built.snapshot.read_all().unwrap();
     let copied: Chain = postcard::from_bytes(&state).unwrap();
     assert_eq!((copied.count, copied.last_index), (1, 0), "as of the copy");
     assert_eq!(machine.reader().read().chain.count, 2);
+}
+
+/// A follower that gets a snapshot still answers.
+#[tokio::test(flavor = "multi_thread")]
+async fn the_old_state_is_read_while_a_snapshot_is_decoded() {
+    let folders = [tempfile::tempdir().unwrap(), tempfile::tempdir().unwrap()];
+    let sender = open(folders[0].path());
+    let mut leader = sender.state_machine(Chain::default()).unwrap();
+    apply(&mut leader, vec![entry(1, 0), entry(1, 1)]).await;
+    let sent = snapshot(&mut leader).await;
+
+    let store = open(folders[1].path());
+    let (go, gate) = std::sync::mpsc::channel();
+    let machine = Slow {
+        decode: Mutex::new(Some(gate)),
+        ..Slow::default()
+    };
+    let mut machine = store.state_machine(machine).unwrap();
+    let reader = machine.reader();
+    let installed = tokio::spawn(async move { machine.install_snapshot(&sent.meta, sent.snapshot).await });
+    let while_decoding = {
+        let reader = reader.clone();
+        // Until the other thread is at the gate, and takes what is in it.
+        tokio::task::spawn_blocking(move || {
+            while reader.read().decode.lock().is_some() {
+                std::thread::yield_now();
+            }
+            reader.read().chain.count
+        })
+    };
+    let count = tokio::time::timeout(LONG, while_decoding).await;
+    assert_eq!(count.expect("readers wait for the decoding").unwrap(), 0);
+    drop(go);
+    installed.await.unwrap().unwrap();
+    assert_eq!(reader.read().chain.count, 2);
 }
