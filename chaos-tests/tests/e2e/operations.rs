@@ -108,6 +108,15 @@ fn one_client() -> ClusterOptions {
     }
 }
 
+/// What is in the log of a job's placements: nodes that were restarted do not know any more how their copy came.
+fn recorded_placements(job: &Value) -> Value {
+    let mut placements = job["placements"].clone();
+    for placement in placements.as_array_mut().into_iter().flatten() {
+        placement.as_object_mut().expect("an object").remove("transports");
+    }
+    placements
+}
+
 #[tokio::test]
 async fn members_come_and_go() -> Result<()> {
     let mut bed = Bed::start_with("members", &[("a.bin", 1 << 20)], None, one_client()).await?;
@@ -392,8 +401,8 @@ async fn a_backup_is_whole_and_restores_a_cluster() -> Result<()> {
     bed.cluster.wait_ready().await?;
     let now = bed.cluster.job("kept").await?;
     assert_eq!(
-        (&now["status"], &now["placements"]),
-        (&kept["status"], &kept["placements"]),
+        (&now["status"], recorded_placements(&now)),
+        (&kept["status"], recorded_placements(&kept)),
         "{now:#}"
     );
     let (code, _, err) = bed.cluster.ctl(&[0], &["jobs", "get", "too-late"]).await?;
@@ -629,7 +638,7 @@ async fn after_the_loss_of_a_quorum_one_master_goes_on_and_the_old_ones_command_
     bed.assert_no_request_twice();
     bed.assert_broken_requests_cost_a_block_each();
     let served = bed.source.bytes_served();
-    let before = serde_json::to_string(&done["placements"])?;
+    let before = recorded_placements(&done);
 
     // The two old masters come back. They are a majority of the old cluster, elect a leader, and know a job that
     // is not done; the nodes know their addresses.
@@ -687,7 +696,7 @@ async fn after_the_loss_of_a_quorum_one_master_goes_on_and_the_old_ones_command_
     bed.cluster.masters[survivor].start()?;
     bed.cluster.wait_ready().await?;
     let now = bed.cluster.job("recover").await?;
-    assert_eq!(serde_json::to_string(&now["placements"])?, before);
+    assert_eq!(recorded_placements(&now), before);
     assert_eq!(bed.source.bytes_served(), served);
     Ok(())
 }
