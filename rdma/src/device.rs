@@ -17,6 +17,8 @@ use tokio_util::sync::CancellationToken;
 const MAX_GIDS: u32 = 256;
 /// Where the kernel shows what a GID is for.
 const SYSFS: &str = "/sys/class/infiniband";
+/// What the library calls InfiniBand's transport, RoCE's too.
+const TRANSPORT_INFINIBAND: c_int = 0;
 /// Port states and layers as the verbs number them.
 const PORT_ACTIVE: c_int = 4;
 const LAYER_INFINIBAND: u8 = 1;
@@ -33,6 +35,14 @@ pub enum DeviceError {
         "the kernel gives no RDMA devices: {0}; load the card's module and ib_uverbs (and give a container /dev/infiniband)"
     )]
     NoKernel(io::Error),
+    /// Another transport than InfiniBand's: its connections need another set-up.
+    #[error(
+        "{device} is no InfiniBand or RoCE device (iWARP, EFA and usNIC are not supported); name others with --rdma-device"
+    )]
+    OtherTransport {
+        /// The device.
+        device: String,
+    },
     /// A call failed.
     #[error("{device}: {what} failed: {source}")]
     Call {
@@ -168,6 +178,11 @@ impl Device {
                 source: io::ErrorKind::NotFound.into(),
             });
         };
+        // SAFETY: an entry of the list, which lives, is a device, which is only read.
+        if unsafe { device.as_ref() }.transport_type != TRANSPORT_INFINIBAND {
+            let device = name.name.clone();
+            return Err(DeviceError::OtherTransport { device });
+        }
         let verbs = list.verbs;
         // SAFETY: the device is one of the list, which lives.
         let context = unsafe { (verbs.open_device)(device.as_ptr()) };
@@ -240,6 +255,15 @@ impl Device {
             what,
             source,
         }
+    }
+
+    /// Whether what a call was to destroy is gone, by the call's answer `rc`. May ask the kernel.
+    pub(crate) fn destroyed(&self, rc: c_int) -> io::Result<()> {
+        destroyed(rc, || match list() {
+            Ok(devices) => devices.contains(&self.name),
+            Err(DeviceError::NoKernel(_)) => false,
+            Err(_) => true,
+        })
     }
 
     fn port_attr(&self, number: u8) -> Result<PortAttr, DeviceError> {
@@ -390,6 +414,16 @@ pub(crate) fn check(rc: c_int) -> io::Result<()> {
     }
 }
 
+/// When a card is pulled out, the kernel destroys all that a process has of it and from then on answers every call with EIO,
+/// those that are to destroy something too. A driver may say EIO of a card that is still there and may still write: so the
+/// device must have gone from the list.
+fn destroyed(rc: c_int, listed: impl FnOnce() -> bool) -> io::Result<()> {
+    check(rc).or_else(|error| match error.raw_os_error() {
+        Some(libc::EIO) if !listed() => Ok(()),
+        _ => Err(error),
+    })
+}
+
 /// What a completion's status means, as the library puts it.
 pub(crate) fn status_text(verbs: &Verbs, status: c_int) -> String {
     // SAFETY: the call takes any number and gives a static string.
@@ -410,6 +444,15 @@ mod tests {
         assert_eq!(roce_kind("RoCE v2\n"), GidKind::RoceV2);
         assert_eq!(roce_kind("IB/RoCE v1\n"), GidKind::RoceV1);
         assert_eq!(roce_kind(""), GidKind::RoceV1);
+    }
+
+    #[test]
+    fn what_a_pulled_card_had_is_destroyed() {
+        let (listed, pulled) = (|| true, || false);
+        destroyed(0, listed).unwrap();
+        destroyed(libc::EIO, pulled).unwrap();
+        assert!(destroyed(libc::EIO, listed).is_err(), "it may still write");
+        assert!(destroyed(libc::EBUSY, pulled).is_err());
     }
 
     #[test]

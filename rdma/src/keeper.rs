@@ -23,6 +23,8 @@ use std::{
 
 /// How often the list of devices is read.
 pub const SCAN_INTERVAL: Duration = Duration::from_secs(1);
+/// How long a node's start waits for the first look. Cards answer within milliseconds.
+pub(crate) const FIRST_LOOK_TIMEOUT: Duration = Duration::from_secs(10);
 /// Every so many looks at a port, its addresses are read too: they are up to 256 calls.
 const SCANS_PER_GID_LOOK: u32 = 10;
 /// Looks without anything lent after which idle registered memory is given back.
@@ -67,13 +69,33 @@ pub(crate) fn channel() -> (Graveyard, Inbox) {
     (Graveyard(sender), Inbox(receiver))
 }
 
-/// Starts the thread, which ends when nobody else has `rdma`.
-pub(crate) fn start(rdma: &Arc<Rdma>, inbox: Inbox, scanner: Scanner) -> std::io::Result<()> {
+/// Starts the thread, which ends when nobody else has `rdma`, and waits for its first look; whether it came in time.
+pub(crate) fn start(rdma: &Arc<Rdma>, inbox: Inbox) -> std::io::Result<bool> {
+    start_with(rdma, inbox, FIRST_LOOK_TIMEOUT, |rdma, scanner| {
+        scanner.scan(rdma)
+    })
+}
+
+fn start_with(
+    rdma: &Arc<Rdma>,
+    inbox: Inbox,
+    timeout: Duration,
+    first_look: impl FnOnce(&Rdma, &mut Scanner) + Send + 'static,
+) -> std::io::Result<bool> {
     let weak = Arc::downgrade(rdma);
+    let (looked, first) = mpsc::sync_channel(1);
     std::thread::Builder::new()
         .name("rdma-keeper".into())
-        .spawn(move || run(&weak, &inbox.0, scanner))?;
-    Ok(())
+        .spawn(move || {
+            let mut scanner = Scanner::default();
+            if let Some(rdma) = weak.upgrade() {
+                first_look(&rdma, &mut scanner);
+            }
+            // Nobody waits any more if it took too long.
+            let _ = looked.send(());
+            run(&weak, &inbox.0, scanner);
+        })?;
+    Ok(first.recv_timeout(timeout).is_ok())
 }
 
 fn run(rdma: &Weak<Rdma>, inbox: &mpsc::Receiver<Remains>, mut scanner: Scanner) {
@@ -222,5 +244,31 @@ impl Scanner {
         if self.quiet.1 == SCANS_UNTIL_TRIM {
             rdma.forget_idle();
         }
+    }
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+    use crate::node::Config;
+
+    #[test]
+    fn a_driver_that_hangs_does_not_hold_up_the_start() {
+        let rdma = Rdma::start(Config {
+            devices: vec!["no such device".into()],
+            port: None,
+            gid_index: None,
+            mtu: None,
+            traffic_class: 0,
+            memory_bytes: 0,
+            depth: 1,
+            spin: Duration::ZERO,
+        })
+        .unwrap();
+        let (answers, hangs) = mpsc::channel::<()>();
+        let look = move |_: &Rdma, _: &mut Scanner| assert!(hangs.recv().is_err());
+        let (_graveyard, inbox) = channel();
+        assert!(!start_with(&rdma, inbox, Duration::from_millis(20), look).unwrap());
+        drop(answers);
     }
 }

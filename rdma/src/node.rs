@@ -3,7 +3,7 @@
 use crate::{
     choice::{Endpoint, Gid, Mtu, best_fit},
     device::{Device, DeviceError},
-    keeper::{self, Graveyard, Scanner},
+    keeper::{self, Graveyard},
     pool::Pool,
     preflight::{Report, UsableWay},
     queue::Way,
@@ -88,8 +88,8 @@ impl std::fmt::Debug for Rdma {
 }
 
 impl Rdma {
-    /// Looks at the devices, once before this returns, and follows them from then on. That there is none is not an error:
-    /// one may come. Blocks.
+    /// Looks at the devices, once before this returns unless a driver takes longer than [`keeper::FIRST_LOOK_TIMEOUT`], and
+    /// follows them from then on. That there is none is not an error: one may come. Blocks.
     pub fn start(config: Config) -> std::io::Result<Arc<Self>> {
         let (graveyard, inbox) = keeper::channel();
         let half = config.memory_bytes / 2;
@@ -101,9 +101,9 @@ impl Rdma {
             config,
             graveyard,
         });
-        let mut scanner = Scanner::default();
-        scanner.scan(&rdma);
-        keeper::start(&rdma, inbox, scanner)?;
+        if !keeper::start(&rdma, inbox)? {
+            rdma.not_looked_at(keeper::FIRST_LOOK_TIMEOUT);
+        }
         Ok(rdma)
     }
 
@@ -183,6 +183,14 @@ impl Rdma {
             lid: way.lid,
             mtu: way.mtu,
             traffic_class: self.config.traffic_class,
+        }
+    }
+
+    /// Says so, unless the look has ended meanwhile.
+    fn not_looked_at(&self, waited: Duration) {
+        let mut state = self.state.lock();
+        if *state.1 == Report::default() {
+            state.1 = Arc::new(Report::unanswered(waited));
         }
     }
 

@@ -109,6 +109,22 @@ pub struct Report {
 }
 
 impl Report {
+    /// Of a node whose devices could not be looked at for so long.
+    pub(crate) fn unanswered(waited: std::time::Duration) -> Self {
+        Self {
+            ways: Vec::new(),
+            findings: vec![Finding {
+                what: "device",
+                problem: format!(
+                    "the devices' drivers did not answer within {} s",
+                    waited.as_secs()
+                ),
+                remedy: "look at the kernel's log (`dmesg`) for the one that hangs".into(),
+                fatal: true,
+            }],
+        }
+    }
+
     /// Whether a connection can be made.
     pub fn is_usable(&self) -> bool {
         !self.ways.is_empty()
@@ -163,13 +179,10 @@ pub fn judge(facts: &Facts<'_>, config: &Config) -> Report {
         }
     };
     for (device, why) in &facts.unopened {
-        let remedy = "is /dev/infiniband there and may this user open it?";
-        find(
-            "device",
-            true,
-            format!("{device} cannot be opened: {why}"),
-            remedy,
-        );
+        let (why, remedy) = why
+            .split_once("; ")
+            .unwrap_or((why, "is /dev/infiniband there and may this user open it?"));
+        find("device", true, format!("{device} cannot be used: {why}"), remedy);
     }
     if devices.is_empty() {
         let remedy = "load the card's driver (`ibv_devices` lists what there is); without a card, \
@@ -517,7 +530,7 @@ mod tests {
         };
         let report = judge(&facts, &config());
         assert!(report.is_usable(), "the other one works");
-        assert!(report.to_string().contains("mlx5_0 cannot be opened"), "{report}");
+        assert!(report.to_string().contains("mlx5_0 cannot be used"), "{report}");
     }
 
     #[test]

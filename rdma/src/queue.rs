@@ -517,11 +517,11 @@ impl QueuePair {
     pub fn destroy(self) -> io::Result<()> {
         let this = std::mem::ManuallyDrop::new(self);
         // SAFETY: made here, destroyed once; `this` is not used again but for the device, which is read out once.
-        let (rc, _device) = unsafe {
+        let (rc, device) = unsafe {
             let rc = (this.device.verbs.destroy_qp)(this.pair.as_ptr());
             (rc, std::ptr::read(&this.device))
         };
-        check(rc)
+        device.destroyed(rc)
     }
 }
 
@@ -529,7 +529,7 @@ impl Drop for QueuePair {
     fn drop(&mut self) {
         // SAFETY: made here, destroyed once: `destroy` does not come here.
         let rc = unsafe { (self.device.verbs.destroy_qp)(self.pair.as_ptr()) };
-        if let Err(error) = check(rc) {
+        if let Err(error) = self.device.destroyed(rc) {
             tracing::warn!(device = %self.device.name().name, %error, "a queue pair was not destroyed");
         }
     }

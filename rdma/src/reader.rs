@@ -117,14 +117,11 @@ impl Asking {
 /// One end of a connection that is not connected yet.
 #[derive(Debug)]
 pub struct Offer {
-    asking: Asking,
-    device: Arc<Device>,
+    /// Has the ends' care already: an offer that nobody takes goes to the graveyard, too.
+    reader: Reader,
     way: Way,
     first_packet: u32,
     depth: u32,
-    max_read: u32,
-    spin: Duration,
-    graveyard: Graveyard,
 }
 
 impl Offer {
@@ -145,25 +142,29 @@ impl Offer {
         let depth = depth
             .min(requests / (MAX_SLAB_BYTES as u32).div_ceil(max_read))
             .max(1);
+        let asking = Asking {
+            pair,
+            queue,
+            reads: Reads::new(depth),
+        };
         Ok(Self {
-            asking: Asking {
-                pair,
-                queue,
-                reads: Reads::new(depth),
+            reader: Reader {
+                asking: Some(asking),
+                device: device.clone(),
+                completions: Vec::new(),
+                max_read,
+                spin,
+                graveyard,
             },
-            device: device.clone(),
             way,
             first_packet: crate::random_24_bits(),
             depth,
-            max_read,
-            spin,
-            graveyard,
         })
     }
 
     /// What the peer must know.
     pub fn endpoint(&self) -> Endpoint {
-        self.asking.pair.endpoint(self.first_packet)
+        self.reader.asking().pair.endpoint(self.first_packet)
     }
 
     /// Blocks that this end reads at once.
@@ -173,20 +174,14 @@ impl Offer {
 
     /// For messages.
     pub fn describe(&self) -> String {
-        crate::describe(&self.device, &self.way)
+        crate::describe(&self.reader.device, &self.way)
     }
 
     /// Connects to the peer that answered. Blocks.
     pub fn connect(mut self, peer: &Endpoint) -> Result<Reader, DeviceError> {
-        self.asking.pair.connect(peer, self.first_packet, true)?;
-        Ok(Reader {
-            asking: Some(self.asking),
-            device: self.device,
-            completions: Vec::new(),
-            max_read: self.max_read,
-            spin: self.spin,
-            graveyard: self.graveyard,
-        })
+        let asking = self.reader.asking.as_mut().expect("taken in drop only");
+        asking.pair.connect(peer, self.first_packet, true)?;
+        Ok(self.reader)
     }
 }
 

@@ -158,10 +158,9 @@ impl Drop for Slab {
     fn drop(&mut self) {
         // SAFETY: registered once, ended once.
         let rc = unsafe { (self.device.verbs.dereg_mr)(self.region.as_ptr()) };
-        if rc != 0 {
+        if let Err(error) = self.device.destroyed(rc) {
             // The card may still reach the pages: losing them is better than giving them to somebody else.
-            let error = crate::device::check(rc).err();
-            tracing::warn!(device = %self.device.name().name, ?error, "a registration did not end; keeping its memory");
+            tracing::warn!(device = %self.device.name().name, %error, "a registration did not end; keeping its memory");
             std::mem::forget(self.pages.take());
         }
     }
