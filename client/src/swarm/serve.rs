@@ -9,6 +9,7 @@
 //! what was verified (the receiver checks).
 
 mod answers;
+mod queue;
 mod turns;
 mod waits;
 
@@ -16,14 +17,14 @@ pub(super) use answers::ANNOUNCE_INTERVAL;
 
 use super::{
     sent::{ConnectionId, SentLog},
-    slots::{Rank, next_of},
+    slots::next_of,
 };
 use crate::{
     rate::Rate,
     store::{Artifact, Store},
     transport::{
-        BlockSource, Connection, Frame, FrameReceiver, FrameSender, NoBlocks, RDMA, Room, Sent,
-        buffer::BufferPool, rdma::Fabric, tcp,
+        Connection, Frame, FrameReceiver, FrameSender, NoBlocks, RDMA, Room, Sent, buffer::BufferPool,
+        rdma::Fabric, tcp,
     },
 };
 use mooncake_proto::{
@@ -35,9 +36,9 @@ use mooncake_proto::{
 use parking_lot::Mutex;
 use pb::peer_message::Body;
 use prost::{Message, bytes::Bytes};
+use queue::{Promise, Queued, Upload, holds};
 use std::{
     collections::{HashMap, VecDeque},
-    fs::File,
     io,
     sync::{
         Arc, Weak,
@@ -109,54 +110,6 @@ pub(super) struct Server {
     next_connection: AtomicU64,
     started: Instant,
     pub(super) stats: ServeStats,
-}
-
-/// One block on its way out. Holds the upload slot until the sending thread is done with it.
-struct Upload {
-    artifact: Arc<Artifact>,
-    block: u32,
-    expected: Option<Digest>,
-    server: Arc<Server>,
-    _slot: Turn,
-}
-
-impl BlockSource for Upload {
-    fn open(&self) -> io::Result<(Arc<File>, u64, u32)> {
-        if !holds(&self.artifact, self.block, self.expected) {
-            return Err(io::ErrorKind::NotFound.into());
-        }
-        self.artifact.block_file(self.block)
-    }
-}
-
-/// Whether the block is here, and still the one that the puller was told of. What was read from a source may be
-/// condemned and read again while requests wait.
-fn holds(artifact: &Artifact, block: u32, expected: Option<Digest>) -> bool {
-    artifact
-        .digest(block)
-        .is_some_and(|own| expected.is_none_or(|expected| expected == own))
-}
-
-impl Drop for Upload {
-    fn drop(&mut self) {
-        self.server.stats.uploads_active.fetch_sub(1, Ordering::Relaxed);
-    }
-}
-
-struct Queued {
-    rank: Rank,
-    request: u64,
-    subscription: u32,
-    block: u32,
-    expected: Option<Digest>,
-    artifact: Arc<Artifact>,
-    log: Arc<Mutex<SentLog>>,
-}
-
-impl Queued {
-    fn len(&self) -> u32 {
-        self.artifact.blocks().locate(self.block).map_or(0, |r| r.len)
-    }
 }
 
 /// What a subscription is served from; none while the artifact is not here.
@@ -371,11 +324,10 @@ impl Server {
                     let canceled = {
                         let mut queue = peer.queue.lock();
                         let at = queue.iter().position(|q| q.request == cancel.request);
-                        at.and_then(|at| queue.remove(at))
+                        at.and_then(|at| queue.remove(at)).is_some()
                     };
-                    if let Some(q) = canceled {
-                        q.log.lock().dropped(peer.id, q.block);
-                        peer.decline(q.request, pb::DeclineReason::Canceled).await?;
+                    if canceled {
+                        peer.decline(cancel.request, pb::DeclineReason::Canceled).await?;
                     }
                 }
                 Some(Body::FetchDigests(fetch)) => match peer.digests(&fetch) {
@@ -459,10 +411,8 @@ impl Server {
         if queue.len() >= MAX_QUEUED_REQUESTS {
             return Err(pb::DeclineReason::Busy);
         }
-        let admitted = log
-            .lock()
-            .admit(peer.id, request.block, request.unless_sent, self.now_ms());
-        let rank = admitted.ok_or(pb::DeclineReason::SentElsewhere)?;
+        let promised = Promise::make(log, (peer.id, request.block), request.unless_sent, self.now_ms());
+        let (promise, rank) = promised.ok_or(pb::DeclineReason::SentElsewhere)?;
         let (request, subscription, block) = (request.request, request.subscription, request.block);
         queue.push_back(Queued {
             rank,
@@ -471,7 +421,7 @@ impl Server {
             block,
             expected,
             artifact,
-            log,
+            promise,
         });
         drop(queue);
         self.uploads.improve(peer.id, rank);
@@ -521,8 +471,9 @@ impl Server {
                     self.upload(peer, &mut sender, next, (slot, room)).await?;
                 }
                 None => {
-                    next.log.lock().dropped(peer.id, next.block);
-                    self.busy(&mut sender, next.request).await?;
+                    let request = next.request;
+                    drop(next);
+                    self.busy(&mut sender, request).await?;
                 }
             }
         }
@@ -541,7 +492,7 @@ impl Server {
             block,
             expected,
             artifact,
-            log,
+            promise,
             ..
         } = next;
         let active = self.stats.uploads_active.fetch_add(1, Ordering::Relaxed) + 1;
@@ -555,7 +506,7 @@ impl Server {
         };
         match sender.send_block(request, Box::new(upload), room).await? {
             Sent::Done => {
-                log.lock().sent(peer.id, block, self.now_ms());
+                promise.keep(self.now_ms());
                 self.stats.uploaded_bytes.fetch_add(len.into(), Ordering::Relaxed);
                 if peer.by_rdma {
                     let bytes = &self.stats.uploaded_by_rdma_bytes;
@@ -566,11 +517,11 @@ impl Server {
             }
             // A larger block than the one which was next when room was made: rare, and asked for again.
             Sent::NoRoom => {
-                log.lock().dropped(peer.id, block);
+                drop(promise);
                 self.busy(sender, request).await
             }
             Sent::Unreadable(error) => {
-                log.lock().dropped(peer.id, block);
+                drop(promise);
                 let reason = match holds(&artifact, block, expected) {
                     true => {
                         tracing::warn!(model = %artifact.model(), block, %error, "a verified block cannot be read");

@@ -1,6 +1,6 @@
 //! What the server says to one peer, beside blocks: what is here, and that a request is declined.
 
-use super::{Peer, Queued, decline, encode};
+use super::{Peer, decline, encode};
 use crate::{
     store::Artifact,
     swarm::link::{DIGESTS_PER_FRAME, parse_digests},
@@ -8,7 +8,7 @@ use crate::{
 use mooncake_proto::{digest::Digest, pb::peer as pb};
 use pb::peer_message::Body;
 use prost::bytes::Bytes;
-use std::{io, sync::Arc, time::Duration};
+use std::{collections::VecDeque, io, sync::Arc, time::Duration};
 use tokio::sync::Semaphore;
 
 /// Pause between two announcements of one artifact on one connection: bounds the messages per second however
@@ -64,15 +64,15 @@ impl Peer {
         if !still {
             served.log.lock().disconnect(self.id);
         }
-        let dropped: Vec<Queued> = {
+        let dropped: Vec<u64> = {
             let mut queue = self.queue.lock();
-            let (dropped, kept) = queue.drain(..).partition(|q| q.subscription == subscription);
+            let (dropped, kept): (VecDeque<_>, _) =
+                queue.drain(..).partition(|q| q.subscription == subscription);
             *queue = kept;
-            Vec::from(dropped)
+            dropped.into_iter().map(|q| q.request).collect()
         };
-        for q in dropped {
-            q.log.lock().dropped(self.id, q.block);
-            self.decline(q.request, pb::DeclineReason::Canceled).await?;
+        for request in dropped {
+            self.decline(request, pb::DeclineReason::Canceled).await?;
         }
         Ok(())
     }
