@@ -288,6 +288,10 @@ impl Cluster {
             }
             args.extend(secret_args.iter().cloned());
             args.extend(options.client_args.iter().cloned());
+            // What is shaped, cut and counted is the network of the testbed; a card of this machine would go around it.
+            if !args.iter().any(|a| a.starts_with("--transport")) {
+                args.push("--transport=tcp".into());
+            }
             let process = Process::new(
                 &dir,
                 &format!("client-{i}"),

@@ -55,15 +55,29 @@ impl Api {
     pub fn new(endpoints: &[Url], timeout: Duration) -> Result<Self, Failure> {
         // An error says that one is installed already.
         let _ = rustls::crypto::ring::default_provider().install_default();
+        let needs_tls = endpoints.iter().any(|e| e.scheme() == "https");
         let client = |proxies: bool| {
-            let builder = Client::builder()
-                .user_agent(concat!("mooncakectl/", env!("CARGO_PKG_VERSION")))
-                .connect_timeout(CONNECT_TIMEOUT)
-                .redirect(reqwest::redirect::Policy::none());
-            let builder = if proxies { builder } else { builder.no_proxy() };
-            builder
+            let builder = || {
+                let builder = Client::builder()
+                    .user_agent(concat!("mooncakectl/", env!("CARGO_PKG_VERSION")))
+                    .connect_timeout(CONNECT_TIMEOUT)
+                    .redirect(reqwest::redirect::Policy::none());
+                if proxies { builder } else { builder.no_proxy() }
+            };
+            // A host without CA certificates can do without them, unless it is to talk TLS.
+            builder()
                 .build()
-                .map_err(|e| Failure::Usage(format!("cannot set up HTTP: {}", chain(&e))))
+                .or_else(|e| match needs_tls {
+                    true => Err(e),
+                    false => builder().tls_certs_only([]).build(),
+                })
+                .map_err(|e| {
+                    Failure::Usage(format!(
+                        "cannot set up HTTP: {}; are the CA certificates of the system installed (or SSL_CERT_FILE \
+                         set), and the proxy variables valid?",
+                        chain(&e)
+                    ))
+                })
         };
         let (direct, proxied) = (client(false)?, client(true)?);
         let endpoints = endpoints

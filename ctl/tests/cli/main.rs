@@ -25,6 +25,20 @@ async fn ctl(endpoints: &[&str], args: &[&str]) -> Output {
     command.output().await.unwrap()
 }
 
+/// [`ctl`] on a host without CA certificates.
+async fn ctl_without_certificates(endpoint: &str, args: &[&str]) -> Output {
+    let mut command = tokio::process::Command::new(env!("CARGO_BIN_EXE_mooncakectl"));
+    command
+        .args(args)
+        .envs([
+            ("SSL_CERT_FILE", "/nonexistent"),
+            ("SSL_CERT_DIR", "/nonexistent"),
+        ])
+        .env("MOONCAKE_ENDPOINTS", endpoint)
+        .kill_on_drop(true);
+    command.output().await.unwrap()
+}
+
 fn stdout(output: &Output) -> String {
     String::from_utf8(output.stdout.clone()).unwrap()
 }
@@ -429,6 +443,15 @@ async fn unreachable_is_three() {
     )
     .await;
     exits(&output, 3, &["may have been created", "--job-id j-9"]);
+}
+
+#[tokio::test]
+async fn plain_http_needs_no_certificates() {
+    let fake = Fake::start(friendly).await;
+    exits(&ctl_without_certificates(&fake.url, &["nodes"]).await, 0, &[]);
+    let https = fake.url.replace("http:", "https:");
+    let says = ["CA certificates", "SSL_CERT_FILE"];
+    exits(&ctl_without_certificates(&https, &["nodes"]).await, 2, &says);
 }
 
 #[tokio::test]

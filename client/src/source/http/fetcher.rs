@@ -89,19 +89,24 @@ impl Fetcher {
         // An error says that one is installed already.
         let _ = rustls::crypto::ring::default_provider().install_default();
         let resolver = Resolver::default();
-        let client = Client::builder()
-            .user_agent(concat!("mooncake_client/", env!("CARGO_PKG_VERSION")))
-            .redirect(reqwest::redirect::Policy::none())
-            .referer(false)
-            .connect_timeout(config.connect_timeout)
-            .dns_resolver(Arc::new(resolver.clone()))
-            .pool_idle_timeout(POOL_IDLE_TIMEOUT)
-            .pool_max_idle_per_host(limits::CONNECTIONS)
+        let builder = || {
+            Client::builder()
+                .user_agent(concat!("mooncake_client/", env!("CARGO_PKG_VERSION")))
+                .redirect(reqwest::redirect::Policy::none())
+                .referer(false)
+                .connect_timeout(config.connect_timeout)
+                .dns_resolver(Arc::new(resolver.clone()))
+                .pool_idle_timeout(POOL_IDLE_TIMEOUT)
+                .pool_max_idle_per_host(limits::CONNECTIONS)
+        };
+        // A node without CA certificates can still acquire over plain HTTP; whoever wants TLS of it is told that no
+        // certificate is trusted.
+        let client = builder()
             .build()
+            .or_else(|_| builder().tls_certs_only([]).build())
             .map_err(|e| {
                 let message = format!(
-                    "cannot set up HTTP: {}; are the CA certificates of the system installed, and the proxy \
-                     variables valid?",
+                    "cannot set up HTTP: {}; are the proxy variables valid?",
                     chain(&e)
                 );
                 TaskFailure::permanent("http_setup", message)

@@ -110,3 +110,23 @@ async fn certificates_are_checked_against_the_system() {
     succeeded(&run_child(&url, &[("SSL_CERT_FILE", file.path().to_str().unwrap())]).await);
     assert_eq!(server.served(), data().len() as u64);
 }
+
+#[tokio::test]
+async fn plain_http_needs_no_certificates() {
+    let nothing = [
+        ("SSL_CERT_FILE", "/nonexistent"),
+        ("SSL_CERT_DIR", "/nonexistent"),
+    ];
+    let plain = Server::good(data()).await;
+    succeeded(&run_child(&plain.url("f"), &nothing).await);
+
+    let (server, _) = tls_server().await;
+    let output = run_child(&server.url("f").replace("http:", "https:"), &nothing).await;
+    let says =
+        String::from_utf8_lossy(&output.stderr).into_owned() + &String::from_utf8_lossy(&output.stdout);
+    assert!(
+        !output.status.success() && says.contains("SSL_CERT_FILE"),
+        "{says}"
+    );
+    assert!(server.requests().is_empty());
+}
