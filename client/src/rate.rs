@@ -1,7 +1,8 @@
 //! The bandwidth that a person gives this node.
 //!
 //! Guaranteed: over any time, no more than the rate times that time passes, and beyond that one burst
-//! ([`Limit::burst_bytes`]) and one block of each transfer, which waits after it has asked for it. Those who wait share the
+//! ([`Limit::burst_bytes`]) and one block of each transfer under way, which waits after it has asked for it ([`Debt`]; what
+//! it has not waited for when it ends, the next one waits for). Those who wait share the
 //! rate by bytes, in turns of [`TURN_UNITS`], whether they ask for blocks or for a few bytes. Not guaranteed: an even flow
 //! within a burst (a block goes out as fast as the link takes it); that control messages count; and at tens of gibibytes
 //! per second more exactness than some per cent (the counters tick in nanoseconds).
@@ -10,7 +11,14 @@ use governor::{
     Quota, RateLimiter, clock::Clock, clock::MonotonicClock, state::InMemoryState, state::NotKeyed,
 };
 use mooncake_proto::manifest::BLOCK_SIZE_RANGE;
-use std::{num::NonZeroU32, str::FromStr};
+use std::{
+    num::NonZeroU32,
+    str::FromStr,
+    sync::{
+        Arc,
+        atomic::{AtomicU64, Ordering},
+    },
+};
 use tokio::sync::Mutex;
 
 /// What is counted: a limiter's numbers are 32 bits wide, and a byte more or less is nothing.
@@ -74,13 +82,34 @@ pub(crate) fn unit(text: &str) -> Result<(&str, u64), String> {
     Ok((digits, factor))
 }
 
-type Bucket = RateLimiter<NotKeyed, InMemoryState, MonotonicClock>;
+#[derive(Debug)]
+struct Bucket {
+    /// Makes a queue of those who wait.
+    turn: Mutex<()>,
+    limiter: RateLimiter<NotKeyed, InMemoryState, MonotonicClock>,
+    /// What has passed and was not waited for by those who ended.
+    owed_units: AtomicU64,
+}
+
+impl Bucket {
+    /// Waits until at most `units` more, of a turn at most, may pass, and says how many those are.
+    async fn pass(&self, units: u64) -> u64 {
+        let most = u32::try_from(units).unwrap_or(u32::MAX).min(TURN_UNITS);
+        let Some(part) = NonZeroU32::new(most) else {
+            return 0;
+        };
+        while let Err(early) = self.limiter.check_n(part).expect("a turn is less than a burst") {
+            tokio::time::sleep(early.wait_time_from(MonotonicClock.now())).await;
+        }
+        part.get().into()
+    }
+}
 
 /// Lets bytes pass at a rate, for all who share it.
 #[derive(Debug, Default)]
 pub struct Rate {
-    /// None: as fast as can be. The lock makes a queue of those who wait.
-    bucket: Option<(Mutex<()>, Bucket)>,
+    /// None: as fast as can be.
+    bucket: Option<Bucket>,
 }
 
 impl Rate {
@@ -92,10 +121,11 @@ impl Rate {
         };
         let bucket = limit.map(|limit| {
             let quota = Quota::per_second(units(limit.0)).allow_burst(units(limit.burst_bytes()));
-            (
-                Mutex::new(()),
-                RateLimiter::direct_with_clock(quota, MonotonicClock),
-            )
+            Bucket {
+                turn: Mutex::new(()),
+                limiter: RateLimiter::direct_with_clock(quota, MonotonicClock),
+                owed_units: AtomicU64::new(0),
+            }
         });
         Self { bucket }
     }
@@ -107,16 +137,60 @@ impl Rate {
 
     /// Waits until `bytes` more may pass.
     pub async fn wait(&self, bytes: u64) {
-        let Some((turn, bucket)) = &self.bucket else {
+        self.wait_units(&mut bytes.div_ceil(UNIT_BYTES)).await;
+    }
+
+    /// `bytes` pass before they are waited for.
+    pub fn debt(self: &Arc<Self>, bytes: u64) -> Debt {
+        Debt {
+            rate: self.clone(),
+            units: bytes.div_ceil(UNIT_BYTES),
+        }
+    }
+
+    /// Whether somebody left a debt, so that whoever waits next, if only for nothing, waits for that first.
+    pub fn is_owed(&self) -> bool {
+        let owed = self.bucket.as_ref().map(|b| b.owed_units.load(Ordering::Relaxed));
+        owed.is_some_and(|units| units > 0)
+    }
+
+    /// Counts `rest` down to zero, and what others left before it.
+    async fn wait_units(&self, rest: &mut u64) {
+        let Some(bucket) = &self.bucket else {
             return;
         };
-        let mut rest = bytes.div_ceil(UNIT_BYTES);
-        while let Some(part) = NonZeroU32::new(u32::try_from(rest).unwrap_or(u32::MAX).min(TURN_UNITS)) {
-            let _turn = turn.lock().await;
-            while let Err(early) = bucket.check_n(part).expect("a turn is less than a burst") {
-                tokio::time::sleep(early.wait_time_from(MonotonicClock.now())).await;
+        while *rest > 0 || self.is_owed() {
+            let _turn = bucket.turn.lock().await;
+            // Only whoever has the turn takes from it.
+            while self.is_owed() {
+                let passed = bucket.pass(bucket.owed_units.load(Ordering::Relaxed)).await;
+                bucket.owed_units.fetch_sub(passed, Ordering::Relaxed);
             }
-            rest -= u64::from(part.get());
+            *rest -= bucket.pass(*rest).await;
+        }
+    }
+}
+
+/// What passes before it is waited for. Whatever has not been waited for when this is dropped is left to whoever waits next.
+#[derive(Debug)]
+#[must_use = "dropped, it is left to others"]
+pub struct Debt {
+    rate: Arc<Rate>,
+    units: u64,
+}
+
+impl Debt {
+    /// Waits until it all may have passed.
+    pub async fn settle(mut self) {
+        let rate = self.rate.clone();
+        rate.wait_units(&mut self.units).await;
+    }
+}
+
+impl Drop for Debt {
+    fn drop(&mut self) {
+        if let Some(bucket) = &self.rate.bucket {
+            bucket.owed_units.fetch_add(self.units, Ordering::Relaxed);
         }
     }
 }
@@ -134,6 +208,30 @@ mod tests {
         for wrong in ["", "fast", "1000", "1MiB", "100MB", "-1MiB", "99999999999GiB"] {
             assert!(wrong.parse::<Limit>().is_err(), "{wrong}");
         }
+    }
+
+    #[tokio::test]
+    async fn what_nobody_waited_for_the_next_one_waits_for() {
+        let limit = Limit(64 << 20);
+        let rate = Arc::new(Rate::new(Some(limit)));
+        let began = Instant::now();
+        rate.wait(limit.burst_bytes()).await;
+        // Never begun; dropped in the middle; whole.
+        drop(rate.debt(4 << 20));
+        let begun = rate.debt(8 << 20).settle();
+        assert!(
+            tokio::time::timeout(Duration::from_millis(80), begun)
+                .await
+                .is_err()
+        );
+        assert!(rate.is_owed());
+        rate.debt(4 << 20).settle().await;
+        assert!(!rate.is_owed());
+        let least = Duration::from_secs_f64((16 << 20) as f64 / limit.0 as f64);
+        assert!(began.elapsed() >= least.mul_f64(0.99), "{:?}", began.elapsed());
+        // What was waited for is not waited for again.
+        assert!(began.elapsed() < least * 3, "{:?}", began.elapsed());
+        drop(Arc::new(Rate::default()).debt(1));
     }
 
     #[tokio::test]

@@ -5,7 +5,8 @@ use crate::types::{LogId, StoredMembership};
 /// A deterministic state machine that the log is applied to.
 ///
 /// Guaranteed by the store: entries come in index order, each exactly once per life of the value (after
-/// [`replace`](Self::replace) they go on behind the snapshot), never two calls at once.
+/// [`replace`](Self::replace) they go on behind the snapshot); of `apply` and its like, `image`, `decode` and `replace` never
+/// two at once. `encode` runs beside any of them.
 ///
 /// Not guaranteed: that what was applied is on the disk. The state is rebuilt at start from the newest
 /// snapshot and the log behind it.

@@ -52,7 +52,8 @@ impl<M> Deref for Applied<M> {
 
 struct Shared<M> {
     /// Written by openraft's one state machine task, entry by entry; read by everyone who serves requests. Never
-    /// held over an `.await`. Readers should be short: while one reads, nothing is applied.
+    /// held over an `.await`. Readers should be short: while one reads, nothing is applied. (Only whoever applies may take
+    /// its time: a snapshot is decoded under the read lock, so that others can read meanwhile.)
     applied: RwLock<Applied<M>>,
     /// Index + 1 of the last applied entry.
     progress: watch::Sender<u64>,

@@ -55,6 +55,13 @@ pub enum DeviceError {
     },
 }
 
+impl DeviceError {
+    /// Whether a list of devices that failed so means that there are none: not that it could not be looked at.
+    fn means_no_device(&self) -> bool {
+        matches!(self, Self::NoKernel(error) if error.kind() == io::ErrorKind::NotFound)
+    }
+}
+
 /// A device as it is listed: `name` (`mlx5_0`) is a person's, `node` (`uverbs3`) the kernel's, which a device that comes
 /// back may have changed.
 #[derive(Clone, Debug, PartialEq, Eq, PartialOrd, Ord)]
@@ -261,8 +268,8 @@ impl Device {
     pub(crate) fn destroyed(&self, rc: c_int) -> io::Result<()> {
         destroyed(rc, || match list() {
             Ok(devices) => devices.contains(&self.name),
-            Err(DeviceError::NoKernel(_)) => false,
-            Err(_) => true,
+            // Whoever cannot look knows nothing, and the card may still write.
+            Err(error) => !error.means_no_device(),
         })
     }
 
@@ -453,6 +460,8 @@ mod tests {
         destroyed(libc::EIO, pulled).unwrap();
         assert!(destroyed(libc::EIO, listed).is_err(), "it may still write");
         assert!(destroyed(libc::EBUSY, pulled).is_err());
+        let failed = |number| DeviceError::NoKernel(io::Error::from_raw_os_error(number)).means_no_device();
+        assert!(failed(libc::ENOENT) && !failed(libc::EMFILE) && !failed(libc::ENOMEM));
     }
 
     #[test]

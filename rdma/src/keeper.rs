@@ -91,8 +91,11 @@ fn start_with(
             if let Some(rdma) = weak.upgrade() {
                 first_look(&rdma, &mut scanner);
             }
-            // Nobody waits any more if it took too long.
-            let _ = looked.send(());
+            if looked.send(()).is_err()
+                && let Some(rdma) = weak.upgrade()
+            {
+                tracing::info!(rdma = %rdma.report(), "the RDMA devices' drivers have answered at last");
+            }
             run(&weak, &inbox.0, scanner);
         })?;
     Ok(first.recv_timeout(timeout).is_ok())

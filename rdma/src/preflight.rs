@@ -83,7 +83,7 @@ pub struct UsableWay {
 /// Something that a person should know.
 #[derive(Clone, Debug, PartialEq, Eq)]
 pub struct Finding {
-    /// `memlock`, `library`, `device`, `link`, `gid` or `mtu`: stable, for programs.
+    /// `memlock`, `library`, `driver`, `device`, `link`, `gid` or `mtu`: stable, for programs.
     pub what: &'static str,
     /// What is the matter, where.
     pub problem: String,
@@ -114,7 +114,7 @@ impl Report {
         Self {
             ways: Vec::new(),
             findings: vec![Finding {
-                what: "device",
+                what: "driver",
                 problem: format!(
                     "the devices' drivers did not answer within {} s",
                     waited.as_secs()

@@ -39,7 +39,7 @@ struct Arguments {
     #[arg(long, default_value = "512MiB", value_parser = parse_size)]
     size: u64,
     /// Chunk sizes of the manifest; a row for each.
-    #[arg(long, value_delimiter = ',', default_value = "4MiB", value_parser = parse_size)]
+    #[arg(long, value_delimiter = ',', default_values = ["4MiB", "256MiB"], value_parser = parse_size)]
     chunk: Vec<u64>,
     /// Whom to measure beside; by default all, and none with --source-limit.
     #[arg(long, value_enum, value_delimiter = ',')]

@@ -5,7 +5,7 @@ use clap::Parser;
 use indicatif::ProgressBar;
 use mooncake_chaos::{
     arguments::parse_size,
-    loopback::{Loopback, Report, Setup, floor},
+    loopback::{Loopback, Report, Setup, floor, store},
     process,
     report::{cores, exit_code, print_if_interrupted},
 };
@@ -36,13 +36,48 @@ struct Arguments {
     /// Nodes and floor write to memory instead of the disk.
     #[arg(long)]
     memory: bool,
-    /// A Python that has Mooncake Store (`scripts/mooncake-store.sh` makes one and prints it): its get over TCP is
-    /// measured beside, from memory into memory, without digests and files
-    #[arg(long, value_name = "PYTHON")]
-    mooncake_store: Option<PathBuf>,
+    /// Measure Mooncake Store's get over TCP beside, from memory into memory, without digests and files.
+    ///
+    /// auto: by the Python that scripts/mooncake-store.sh of the repository makes; where it cannot, that is said and
+    /// Mooncake Store left out, and the exit code is that of the rest. none: not at all. Else the path of a Python that
+    /// has it.
+    #[arg(long, value_name = "auto|none|PYTHON", default_value = "auto")]
+    mooncake_store: Beside,
     /// JSON instead of the table: one object per line.
     #[arg(long)]
     json: bool,
+}
+
+#[derive(Clone)]
+enum Beside {
+    Auto,
+    None,
+    Python(PathBuf),
+}
+
+impl From<&str> for Beside {
+    fn from(given: &str) -> Self {
+        match given {
+            "auto" => Self::Auto,
+            "none" => Self::None,
+            path => Self::Python(path.into()),
+        }
+    }
+}
+
+impl Beside {
+    fn python(&self) -> Result<Option<PathBuf>> {
+        match self {
+            Self::None => Ok(None),
+            Self::Python(path) => store::is_there(path).map(|()| Some(path.clone())),
+            Self::Auto => {
+                let made = store::made();
+                Ok(made
+                    .inspect_err(|e| eprintln!("WARNING: MOONCAKE STORE IS NOT MEASURED: {e:#}"))
+                    .ok())
+            }
+        }
+    }
 }
 
 fn main() -> ExitCode {
@@ -60,6 +95,7 @@ fn measure(arguments: &Arguments) -> Result<bool> {
     let streams = arguments.streams.unwrap_or(cores);
     ensure!((1..=64).contains(&streams), "--streams: 1 to 64");
     process::build_product()?;
+    let store = arguments.mooncake_store.python()?;
     let setup = Setup {
         size_bytes: arguments.size,
         chunk_bytes: arguments.chunk,
@@ -68,7 +104,7 @@ fn measure(arguments: &Arguments) -> Result<bool> {
     };
     let folder = tempfile::Builder::new().prefix("mooncake-model-").tempdir()?;
     let report = Arc::new(Mutex::new(Report::new(setup, arguments.runs)));
-    let (json, store) = (arguments.json, arguments.mooncake_store.clone());
+    let json = arguments.json;
     print_if_interrupted({
         let (report, folder) = (Arc::clone(&report), folder.path().to_owned());
         move || {

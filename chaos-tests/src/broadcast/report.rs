@@ -108,7 +108,7 @@ impl Report {
                 && value > limit
             {
                 broken.push(format!(
-                    "{}: {what} is {value:.3}, at most {limit} is wanted",
+                    "{}: {what}: {value:.3}, at most {limit} is wanted",
                     row.name()
                 ));
             }
@@ -129,19 +129,20 @@ impl Report {
             }
         }
         let size = setup.size_bytes as f64;
-        let payload = |of: fn(&Payload) -> u64| {
-            let copies = row.runs.iter().filter_map(|m| m.payload.as_ref());
-            median_and_worst(copies.map(|p| of(p) as f64 / size)).map(|(_, worst)| worst)
-        };
+        let copies = |of: fn(&Measured) -> Option<u64>| row.worst(|m| Some(of(m)? as f64 / size));
         // Only where more could come out than one copy in the time it takes.
         if setup.seed_link_bits_per_s.is_some() && row.subject == Subject::Mooncake {
-            let copies = payload(|p| p.sent_bytes);
-            check("the number of copies out of the seed", copies, SEED_COPIES);
+            let blocks = copies(|m| Some(m.payload?.sent_bytes));
+            check("the copies out of the seed (blocks)", blocks, SEED_COPIES);
+            let link = copies(|m| Some(m.sent_bytes));
+            check("the copies out of the seed (link)", link, SEED_COPIES);
         }
         if row.subject == Subject::Mooncake {
-            let copies = payload(|p| p.received_bytes);
-            check("the number of copies into a follower", copies, RECEIVED_COPIES);
+            let blocks = copies(|m| Some(m.payload?.received_bytes));
+            check("the copies into a follower (blocks)", blocks, RECEIVED_COPIES);
         }
+        let link = copies(|m| Some(m.received_bytes));
+        check("the copies into a follower (link)", link, RECEIVED_COPIES);
         let elections: u64 = row.runs.iter().filter_map(|m| m.elections).sum();
         if elections > 0 {
             broken.push(format!("{}: {elections} elections, none is wanted", row.name()));
@@ -457,8 +458,8 @@ mod tests {
     fn the_median_may_not_be_above_one_limit_nor_the_worst_above_another() {
         let runs = |ratios: [f64; 3]| ratios.map(|r| measured(Subject::Mooncake, 8, r));
         assert_eq!(broken(|_| {}, &runs([1.02, 1.09, 1.14])), Vec::<String>::new());
-        assert!(broken(|_| {}, &runs([1.02, 1.11, 1.12]))[0].contains("median ratio is 1.110"));
-        assert!(broken(|_| {}, &runs([1.02, 1.03, 1.2]))[0].contains("worst ratio is 1.200"));
+        assert!(broken(|_| {}, &runs([1.02, 1.11, 1.12]))[0].contains("median ratio: 1.110"));
+        assert!(broken(|_| {}, &runs([1.02, 1.03, 1.2]))[0].contains("worst ratio: 1.200"));
         let beside_slow = |s: &mut Setup| {
             s.slow = Some(super::super::Slow {
                 followers: 2,
@@ -503,8 +504,41 @@ mod tests {
         });
         let usual = broken(|_| {}, &[one.clone()]);
         assert_eq!(usual.len(), 2, "{usual:?}");
-        let wide = broken(|s| s.seed_link_bits_per_s = Some(800_000_000), &[one]);
-        assert!(wide[0].contains("out of the seed is 2.000"), "{wide:?}");
+        let wide_link = |s: &mut Setup| s.seed_link_bits_per_s = Some(800_000_000);
+        let wide = broken(wide_link, &[one]);
+        assert!(wide[0].contains("out of the seed (blocks): 2.000"), "{wide:?}");
+    }
+
+    #[test]
+    fn what_links_carried_counts_too() {
+        let carried = |subject, sent_bytes, received_bytes| Measured {
+            sent_bytes,
+            received_bytes,
+            ..measured(subject, 8, 1.0)
+        };
+        let wide_link = |s: &mut Setup| s.seed_link_bits_per_s = Some(800_000_000);
+        let most = (SIZE * 115 / 100, SIZE * 102 / 100);
+        for subject in [Subject::Mooncake, Subject::Disturbed] {
+            let fine = broken(wide_link, &[carried(subject, most.0, most.1)]);
+            assert_eq!(fine, Vec::<String>::new());
+            let into = broken(|_| {}, &[carried(subject, SIZE, most.1 + 1)]);
+            assert!(
+                into.len() == 1 && into[0].contains("into a follower (link): 1.021"),
+                "{into:?}"
+            );
+        }
+        let much = [carried(Subject::Mooncake, most.0 + 1, SIZE)];
+        let out = broken(wide_link, &much);
+        assert!(
+            out.len() == 1 && out[0].contains("out of the seed (link): 1.151"),
+            "{out:?}"
+        );
+        assert!(
+            broken(|_| {}, &much).is_empty(),
+            "the usual link cannot carry more"
+        );
+        let peer = [carried(Subject::Peer(Peer::Aria2), SIZE * 8, SIZE * 2)];
+        assert!(broken(wide_link, &peer).is_empty(), "others may do as they like");
     }
 
     #[test]

@@ -10,6 +10,8 @@ use std::{fmt::Write as _, time::Instant};
 
 const IDLE_CORES: f64 = 0.2;
 const ENTRIES_PER_TARGET: f64 = 20.0;
+/// `tool` of the lines that are not about rates, which say how it was asked too.
+const PRODUCT: &str = "mooncake";
 
 /// What was measured so far.
 pub struct Report {
@@ -177,6 +179,7 @@ impl Report {
                 "tool": subject,
                 "callers": self.plan.callers,
                 "per_s": rate(measured),
+                "to_etcd": to_etcd(&self.rates, *kind, subject),
                 "rounds_per_s": measured.rates,
                 "p50_ms": measured.ms_at(0.5),
                 "p99_ms": measured.ms_at(0.99),
@@ -199,6 +202,7 @@ impl Report {
             };
             lines.push(json!({
                 "kind": "fleet",
+                "tool": PRODUCT,
                 "nodes": self.fleet_plan.nodes,
                 "chunks": self.fleet_plan.chunks,
                 "joined_s": fleet.joined_s,
@@ -209,7 +213,7 @@ impl Report {
                 "terms": [fleet.terms.0, fleet.terms.1],
             }));
         }
-        lines.push(json!({ "kind": "broken", "what": self.broken() }));
+        lines.push(json!({ "kind": "broken", "tool": PRODUCT, "what": self.broken() }));
         lines
     }
 }
@@ -280,11 +284,19 @@ mod tests {
             rates: rates.to_vec(),
             ..Default::default()
         };
-        let mut rates = Rates::new();
-        rates.insert((Kind::Create, MOONCAKE), of(&[30.0, 10.0, 20.0]));
-        rates.insert((Kind::Create, ETCD), of(&[10.0]));
-        assert_eq!(to_etcd(&rates, Kind::Create, MOONCAKE), Some(2.0));
-        assert_eq!(to_etcd(&rates, Kind::Create, ETCD), None);
-        assert_eq!(to_etcd(&rates, Kind::Read, MOONCAKE), None);
+        let mut report = report();
+        report.add_rate(Kind::Create, MOONCAKE, of(&[30.0, 10.0, 20.0]));
+        report.add_rate(Kind::Create, ETCD, of(&[10.0]));
+        assert_eq!(to_etcd(&report.rates, Kind::Create, MOONCAKE), Some(2.0));
+        assert_eq!(to_etcd(&report.rates, Kind::Create, ETCD), None);
+        assert_eq!(to_etcd(&report.rates, Kind::Read, MOONCAKE), None);
+        report.fleet = Some(fleet::Measured::default());
+        let lines = report.json_lines();
+        let of = |tool| lines.iter().find(|line| line["tool"] == tool).expect("a line");
+        assert_eq!(
+            (&of(MOONCAKE)["to_etcd"], &of(ETCD)["to_etcd"]),
+            (&json!(2.0), &Value::Null)
+        );
+        assert!(lines.iter().all(|line| line["tool"].is_string()), "{lines:#?}");
     }
 }

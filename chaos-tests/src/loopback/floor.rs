@@ -93,13 +93,14 @@ fn blocks(order: &Order, stream: u64) -> impl Iterator<Item = (u64, usize)> + us
 
 fn receive(order: &Order) -> Result<Sample> {
     let listener = TcpListener::bind(order.address)?;
+    let connections = (0..order.streams).map(|_| Ok(listener.accept()?.0));
+    let connections: Vec<TcpStream> = connections.collect::<Result<_>>()?;
+    let (began, before) = (Instant::now(), Cpu::of(std::process::id())?);
+    // Counted, as the product's is.
     let file = File::create(&order.file)?;
     let flags = rustix::fs::FallocateFlags::empty();
     // As the product does; not every filesystem can.
     let _ = rustix::fs::fallocate(&file, flags, 0, order.size_bytes);
-    let connections = (0..order.streams).map(|_| Ok(listener.accept()?.0));
-    let connections: Vec<TcpStream> = connections.collect::<Result<_>>()?;
-    let (began, before) = (Instant::now(), Cpu::of(std::process::id())?);
     std::thread::scope(|scope| {
         let threads: Vec<_> = connections
             .into_iter()

@@ -9,14 +9,14 @@
 //! place, and syncs at the end: one thread and one connection for each core, a sender with `sendfile`. It has no
 //! journal, asks nobody, and finds nothing wrong.
 //!
-//! Beside both, if wanted, Mooncake Store ([`store`]).
+//! Beside both, where it can be had, Mooncake Store ([`store`]).
 //!
 //! Not measured: the sender; a machine for each host (masters and seed have a share of the cores).
 
 mod cpu;
 pub mod floor;
 mod report;
-mod store;
+pub mod store;
 
 pub use cpu::Cpu;
 pub use report::{Measured, Report};
@@ -83,9 +83,6 @@ pub struct Loopback {
 impl Loopback {
     /// Makes the model below `folder`. `store`: a Python that has Mooncake Store, which is then measured beside.
     pub fn prepare(setup: Setup, folder: &Path, store: Option<PathBuf>) -> Result<Self> {
-        if let Some(python) = &store {
-            store::is_there(python)?;
-        }
         let mut model = Model::create(folder, "loopback", &[(MODEL, setup.size_bytes)])?;
         model.chunk_size = setup.chunk_bytes;
         File::open(folder.join(MODEL))?.sync_all()?;

@@ -47,36 +47,33 @@ impl Report {
         self.measured.push(measured);
     }
 
-    fn median(&self, of: impl Fn(&Measured) -> f64) -> Option<f64> {
-        median(self.measured.iter().map(of))
-    }
-
     fn gib(&self) -> f64 {
         self.setup.size_bytes as f64 / GIB
     }
 
-    /// Of the medians.
-    fn cpu_ratio(&self) -> Option<f64> {
-        let product = self.median(|m| m.product.cpu.total_s())?;
-        Some(product / self.median(|m| m.floor.cpu.total_s())?)
+    /// The product's CPU by that of another side, of the medians; `None` where one was not measured.
+    fn cpu_ratio(&self, other: Of) -> Option<f64> {
+        let of = |side: Of| median(self.measured.iter().filter_map(side).map(|s| s.cpu.total_s()));
+        Some(of(PRODUCT)? / of(other)?)
     }
 
-    /// Of the medians.
-    fn throughput_ratio(&self) -> Option<f64> {
-        Some(self.median(|m| m.floor.took_s)? / self.median(|m| m.product.took_s)?)
+    /// The same of its throughput.
+    fn throughput_ratio(&self, other: Of) -> Option<f64> {
+        let of = |side: Of| median(self.measured.iter().filter_map(side).map(|s| s.took_s));
+        Some(of(other)? / of(PRODUCT)?)
     }
 
     /// What is not as it must be.
     pub fn broken(&self) -> Vec<String> {
         let mut broken = Vec::new();
-        if let Some(ratio) = self.cpu_ratio()
+        if let Some(ratio) = self.cpu_ratio(FLOOR)
             && ratio > CPU
         {
             broken.push(format!(
                 "the receiver's CPU is {ratio:.2} times the floor's, at most {CPU} is wanted"
             ));
         }
-        if let Some(ratio) = self.throughput_ratio()
+        if let Some(ratio) = self.throughput_ratio(FLOOR)
             && ratio < THROUGHPUT
         {
             broken.push(format!(
@@ -102,7 +99,7 @@ impl Report {
         let gib = self.gib();
         for (name, of) in SIDES {
             let samples = || self.measured.iter().filter_map(of);
-            if samples().next().is_none() && name == STORE {
+            if samples().next().is_none() && name == STORE_NAME {
                 continue;
             }
             let per_gib = |what: fn(&Sample) -> f64| {
@@ -130,11 +127,15 @@ impl Report {
             table.add_row(cells);
         }
         let mut text = format!("{table}\n");
-        if let (Some(cpu), Some(throughput)) = (self.cpu_ratio(), self.throughput_ratio()) {
+        let ratios = |other| Some((self.cpu_ratio(other)?, self.throughput_ratio(other)?));
+        if let Some((cpu, throughput)) = ratios(FLOOR) {
             text += &format!(
-                "by the floor: CPU {cpu:.2} (at most {CPU} is wanted), throughput {throughput:.2} (at least \
+                "mooncake by the floor: CPU {cpu:.2} (at most {CPU} is wanted), throughput {throughput:.2} (at least \
                  {THROUGHPUT})\n"
             );
+        }
+        if let Some((cpu, throughput)) = ratios(STORE) {
+            text += &format!("mooncake by {STORE_NAME}: CPU {cpu:.2}, throughput {throughput:.2}\n");
         }
         text += &format!(
             "medians, seconds of CPU per GiB; softirq is that of the whole machine; RSS is the largest of all runs. {} MiB in chunks of {} KiB; the floor \
@@ -169,7 +170,7 @@ impl Report {
                 let Some(sample) = of(measured) else { continue };
                 lines.push(json!({
                     "kind": "loopback",
-                    "receiver": name,
+                    "tool": name,
                     "user_s_per_gib": sample.cpu.user_s / gib,
                     "system_s_per_gib": sample.cpu.system_s / gib,
                     "softirq_s_per_gib": sample.cpu.softirq_s / gib,
@@ -181,13 +182,16 @@ impl Report {
         }
         lines.push(json!({
             "kind": "compared",
+            "tool": PRODUCT_NAME,
             "runs": self.measured.len(),
             "size_bytes": self.setup.size_bytes,
             "chunk_bytes": self.setup.chunk_bytes,
             "streams": self.setup.streams,
             "folders": if self.setup.memory { "memory" } else { "disk" },
-            "cpu_ratio": self.cpu_ratio(),
-            "throughput_ratio": self.throughput_ratio(),
+            "cpu_ratio": self.cpu_ratio(FLOOR),
+            "throughput_ratio": self.throughput_ratio(FLOOR),
+            "cpu_ratio_to_store": self.cpu_ratio(STORE),
+            "throughput_ratio_to_store": self.throughput_ratio(STORE),
             "cores": cores(),
             "load_average_before": self.load_before,
             "load_average_after": load_average(),
@@ -197,13 +201,13 @@ impl Report {
     }
 }
 
-type Side = (&'static str, fn(&Measured) -> Option<&Sample>);
-const STORE: &str = "mooncake store";
-const SIDES: [Side; 3] = [
-    ("floor", |m| Some(&m.floor)),
-    ("mooncake", |m| Some(&m.product)),
-    (STORE, |m| m.store.as_ref()),
-];
+type Of = fn(&Measured) -> Option<&Sample>;
+const FLOOR: Of = |m| Some(&m.floor);
+const PRODUCT: Of = |m| Some(&m.product);
+const STORE: Of = |m| m.store.as_ref();
+const PRODUCT_NAME: &str = "mooncake";
+const STORE_NAME: &str = "mooncake store";
+const SIDES: [(&str, Of); 3] = [("floor", FLOOR), (PRODUCT_NAME, PRODUCT), (STORE_NAME, STORE)];
 
 fn median(of: impl Iterator<Item = f64>) -> Option<f64> {
     median_and_worst(of).map(|(median, _)| median)
@@ -258,7 +262,12 @@ mod tests {
         let lines = all.json_lines();
         assert_eq!(lines.len(), 7);
         assert_eq!(lines[0]["cpu_s_per_gib"], 1.0);
+        assert_eq!(
+            (&lines[0]["tool"], &lines[1]["tool"]),
+            (&json!("floor"), &json!("mooncake"))
+        );
         assert_eq!(lines[6]["cpu_ratio"], 1.4);
+        assert_eq!(lines[6]["cpu_ratio_to_store"], Value::Null);
         assert_eq!(report(&[outlier]).broken().len(), 2);
         assert_eq!(report(&[]).broken().len(), 0);
         assert!(report(&[]).text().contains("0 of 5"));
@@ -267,10 +276,17 @@ mod tests {
     #[test]
     fn who_was_asked_for_has_a_row_and_no_say() {
         let mut asked = report(&[(sample(2.0, 1.0), sample(2.0, 1.0))]);
-        assert!(!asked.text().contains(STORE));
-        asked.measured[0].store = Some(sample(0.1, 0.1));
-        assert!(asked.text().contains(STORE), "{}", asked.text());
-        assert_eq!(asked.json_lines()[2]["receiver"], STORE);
+        assert!(!asked.text().contains(STORE_NAME));
+        asked.measured[0].store = Some(sample(0.5, 3.0));
+        let text = asked.text();
+        assert!(
+            text.contains("by mooncake store: CPU 0.50, throughput 0.25"),
+            "{text}"
+        );
+        let lines = asked.json_lines();
+        assert_eq!(lines[2]["tool"], STORE_NAME);
+        assert_eq!(lines[3]["cpu_ratio_to_store"], 0.5);
+        assert_eq!(lines[3]["throughput_ratio_to_store"], 0.25);
         assert_eq!(asked.broken(), Vec::<String>::new());
     }
 }

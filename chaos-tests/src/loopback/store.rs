@@ -12,22 +12,44 @@ use crate::{
     },
 };
 use anyhow::{Context, Result, ensure};
-use std::{path::Path, process::Stdio, time::Instant};
+use std::{
+    path::{Path, PathBuf},
+    process::{Command, Stdio},
+    time::Instant,
+};
 use tokio::{
     io::{AsyncBufReadExt, AsyncWriteExt, BufReader, Lines},
     process::ChildStdout,
 };
 
 const ENDS: &str = include_str!("store.py");
+/// Installs it, where it is not yet, and prints the Python that has it.
+const SCRIPT: &str = concat!(env!("CARGO_MANIFEST_DIR"), "/../scripts/mooncake-store.sh");
 const MASTER_PORT: u16 = 7011;
 const METRICS_PORT: u16 = 7012;
 /// Size of an object, and how many are asked for at once: the quickest of those that were tried.
 const OBJECT_BYTES: u64 = 16 << 20;
 const BATCH: usize = 8;
 
-/// Whether this Python has it.
-pub(super) fn is_there(python: &Path) -> Result<()> {
-    let mut import = std::process::Command::new(python);
+/// A Python that has it, by the repository's script, which says on stderr what it does and what it lacks.
+pub fn made() -> Result<PathBuf> {
+    made_by(Path::new(SCRIPT))
+}
+
+fn made_by(script: &Path) -> Result<PathBuf> {
+    let output = Command::new(script).stderr(Stdio::inherit()).output();
+    let output = output.with_context(|| format!("cannot run {}", script.display()))?;
+    let (name, status) = (script.display(), output.status);
+    ensure!(status.success(), "{name} failed, {status}: see above");
+    let said = String::from_utf8(output.stdout).with_context(|| format!("{name} printed no path"))?;
+    let python = PathBuf::from(said.trim_end());
+    is_there(&python)?;
+    Ok(python)
+}
+
+/// An error if this Python does not have it.
+pub fn is_there(python: &Path) -> Result<()> {
+    let mut import = Command::new(python);
     let output = import.args(["-c", "import mooncake.store"]).output();
     let output = output.with_context(|| format!("cannot run {}", python.display()))?;
     ensure!(
@@ -109,4 +131,24 @@ async fn says(tool: &Tool, lines: &mut Lines<BufReader<ChildStdout>>, what: &str
         }
     }
     anyhow::bail!("{} ended before it was {what}{}", tool.name(), tool.said())
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+    use std::os::unix::fs::PermissionsExt;
+
+    #[test]
+    fn the_script_is_where_it_is_looked_for() {
+        let mode = std::fs::metadata(SCRIPT).unwrap().permissions().mode();
+        assert_ne!(mode & 0o111, 0, "it cannot be run");
+    }
+
+    #[test]
+    fn a_script_that_brings_no_python_is_an_error() {
+        let said = |script: &str| format!("{:#}", made_by(Path::new(script)).unwrap_err());
+        assert!(said("/bin/false").contains("/bin/false failed, exit status: 1"));
+        assert!(said("/no/such/script").contains("cannot run /no/such/script"));
+        assert!(said("/bin/true").contains("cannot run"), "it printed nothing");
+    }
 }

@@ -28,8 +28,8 @@ pub struct Limits {
 }
 
 impl Named {
-    /// What does not hold. Whatever the limits are, all that live get everything, and who sends wrong bytes is left after
-    /// one block.
+    /// What does not hold. Whatever the limits are, all that live get everything, and a connection over which wrong bytes
+    /// come is left after one block.
     pub fn broken(&self, report: &Report) -> Vec<String> {
         let (s, limits) = (&self.scenario, &self.limits);
         let mut broken = Vec::new();
@@ -124,7 +124,6 @@ pub fn named() -> Vec<Named> {
         seed_copies: Some(1.15),
         ..fast
     };
-    let none = Limits::default();
     add("followers-1", "512 MiB, 200 Mbit/s", shaped(1), once);
     add("followers-4", "512 MiB, 200 Mbit/s", shaped(4), once);
     add("followers-8", "512 MiB, 200 Mbit/s", shaped(8), once);
@@ -168,10 +167,20 @@ pub fn named() -> Vec<Named> {
     let mut s = thousand();
     let span_us = s.bound_s() * 1e6;
     die(&mut s, 0.05, span_us);
-    add("die-5-percent", "one in twenty dies, silently", s, none);
+    let beside_dead = Limits {
+        seed_copies: Some(1.05),
+        ..fast
+    };
+    add("die-5-percent", "one in twenty dies, silently", s, beside_dead);
     let mut s = thousand();
     spread(&mut s, 10, |n| n.corrupts = true);
-    add("corrupt-10", "ten send wrong bytes", s, none);
+    // A liar takes what comes to it and passes nothing on; each of its neighbours finds that out for itself.
+    let beside_liars = Limits {
+        ratio: Some(1.35),
+        seed_copies: Some(1.05),
+        ..fast
+    };
+    add("corrupt-10", "ten send wrong bytes", s, beside_liars);
     let mut s = thousand();
     spread(&mut s, 100, |n| {
         n.up_bytes_per_s /= 4.0;

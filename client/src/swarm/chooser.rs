@@ -7,6 +7,7 @@
 //!   that they ask the seed for different ones; when the own share is used up they take from the others'
 //!   (with `unless_sent`, so that the seed declines what is on its way to somebody already), but not before the
 //!   other had [`choice::SHARE_US`] to ask for it.
+//! - Who is far behind its relays, and gets all from them that it can take in, leaves first copies to others.
 //! - A block that the rack has is not asked of another rack. One that it has not is brought in by one of its
 //!   gateways (those of its members that have peers elsewhere; by rendezvous hashing again), unless it is a first
 //!   copy, which whoever gets it brings in.
@@ -24,6 +25,7 @@
 //! rarest of a sample is taken, each time of another one.
 
 mod choice;
+mod intake;
 mod pace;
 mod shares;
 mod small_map;
@@ -32,6 +34,7 @@ mod types;
 
 use super::bits::Bits;
 pub use super::words::PeerIndex;
+use intake::Intake;
 pub use mooncake_proto::mesh::hash_id;
 use pace::{Answer, Pace, WINDOW_MIN};
 use shares::Shares;
@@ -135,6 +138,7 @@ pub struct Chooser {
     fresh_since: VecDeque<(u64, u32)>,
     /// What it brings into its rack, among the gateways.
     imports: Shares,
+    intake: Intake,
     /// Choices so far.
     choices: u64,
     starved_since_us: Option<u64>,
@@ -163,6 +167,7 @@ impl Chooser {
             fresh: Bits::new(blocks),
             fresh_since: VecDeque::new(),
             imports: Shares::new(node, blocks),
+            intake: Intake::default(),
             choices: 0,
             starved_since_us: None,
             duplicates: 0,
@@ -356,6 +361,9 @@ impl Chooser {
     /// A block arrived from `peer`, in answer to a request.
     pub fn delivered(&mut self, peer: PeerIndex, block: u32, bytes: u64, now_us: u64) -> Delivery {
         self.answered(peer, block, Some(bytes), now_us);
+        if let Some(p) = self.peers.get(&peer) {
+            self.intake.delivered(bytes, !p.traits.seed, now_us);
+        }
         if self.have.get(block) || self.verifying.get(block) {
             return Delivery {
                 wanted: false,

@@ -1,5 +1,5 @@
 use super::{
-    choice::{ENDGAME_AGE_US, ENDGAME_MIN, SHARE_US, STARVED_US},
+    choice::{BEHIND_LEAST, ENDGAME_AGE_US, ENDGAME_MIN, SHARE_US, STARVED_US},
     stalls::{SILENT_DROP_US, STALL_DROP_US, STALL_US},
     *,
 };
@@ -244,6 +244,50 @@ fn a_gateway_brings_in_its_share_and_before_all_else() {
         }
     }
     assert_eq!(imported, (30..300).collect(), "all of it is somebody's");
+}
+
+#[test]
+fn who_is_far_behind_leaves_first_copies_to_others() {
+    let (blocks, relays) = (16 * BEHIND_LEAST, 8);
+    let mut c = chooser(blocks);
+    for n in 0..=relays {
+        add(&mut c, n, traits(n, n == 0));
+        (0..if n == 0 { blocks } else { blocks / 2 }).for_each(|b| {
+            c.announce(n, b, 0);
+        });
+    }
+    // Each peer gives a block in 50 ms: how many of so many rounds' were the seed's.
+    let mut now = SHARE_US;
+    let mut firsts = |c: &mut Chooser, rounds: u32, gives: u32| {
+        let mut firsts = 0;
+        for _ in 0..rounds {
+            while c.next(now).is_some() {}
+            now += 50_000;
+            for peer in 0..=gives {
+                let first = c.peers[&peer].asked.iter().next();
+                if let Some(block) = first.map(|(block, _)| *block) {
+                    c.delivered(peer, block, BS.into(), now);
+                    c.obtained(block);
+                    firsts += u32::from(peer == 0);
+                }
+            }
+        }
+        firsts
+    };
+    assert_eq!(
+        firsts(&mut c, 10, 2),
+        10,
+        "three of nine senders are the seed: it is needed"
+    );
+    // What was asked of it before still comes.
+    firsts(&mut c, 15, relays);
+    assert_eq!(
+        firsts(&mut c, 15, relays),
+        0,
+        "relays fill the link, with what nobody else asks for"
+    );
+    firsts(&mut c, 30, relays);
+    assert!(firsts(&mut c, 10, relays) >= 9, "caught up");
 }
 
 #[test]

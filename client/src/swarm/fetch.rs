@@ -258,12 +258,15 @@ impl Fetch {
                     true => u64::try_from(self.owed).unwrap_or(0),
                     false => 0,
                 };
-                match (owed == 0).then(|| budget.clone().try_acquire_many_owned(units)) {
+                let pays = owed > 0 || download.is_owed();
+                match (!pays).then(|| budget.clone().try_acquire_many_owned(units)) {
                     Some(Ok(got)) => *permit = Some(got),
                     _ => {
                         self.owed = self.owed.saturating_sub_unsigned(owed);
+                        // From here on it is not this fetch's, which may end before it is settled.
+                        let debt = download.debt(owed);
                         *waiting = Some(Box::pin(async move {
-                            download.wait(owed).await;
+                            debt.settle().await;
                             budget.acquire_many_owned(units).await.expect("never closed")
                         }));
                         return;

@@ -147,7 +147,9 @@ impl BlockGate for Shared {
 #[derive(Debug)]
 pub(super) struct Link {
     shared: Arc<Shared>,
-    /// Bounded by what is sent: a request per permit, a cancel per request, a few subscriptions.
+    /// Its length is bounded by what is open: each request for a block (a permit of the budget each) and its one cancel,
+    /// each part of the one digest list that a fetch reads at a time, a subscription and its end for each time that a
+    /// fetch dials, which backs off. A peer that takes nothing ends the link (`NO_PROGRESS_TIMEOUT`), and the queue.
     outgoing: mpsc::UnboundedSender<Bytes>,
     /// If it does not go by the best transport of both ends: from when on another connection may.
     better_from: Option<Instant>,
@@ -168,6 +170,7 @@ impl Link {
             received,
             state: Mutex::default(),
         });
+        // The bound is that of what is open: see the field.
         let (outgoing, queue) = mpsc::unbounded_channel();
         let stop = CancellationToken::new();
         let ended = stop.child_token();

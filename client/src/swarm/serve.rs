@@ -581,6 +581,9 @@ impl Drop for Leaving<'_> {
         for served in self.0.subscriptions.lock().values() {
             served.log.lock().disconnect(self.0.id);
         }
+        // What waited will not go out: said now, not when the last task lets go of the connection.
+        let waited = std::mem::take(&mut *self.0.queue.lock());
+        drop(waited);
     }
 }
 

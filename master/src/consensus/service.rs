@@ -434,8 +434,7 @@ impl raft_server::Raft for Service {
         let membership = metrics.membership_config.membership();
         let (applied_index, state_digest) = if request.get_ref().with_state_digest {
             let reader = self.reader.clone();
-            // Not on an async thread: those of Raft have to be free for heartbeats, and a snapshot that is being installed holds
-            // the lock.
+            // Not on an async thread: those of Raft have to be free for heartbeats, and the digest is over the whole state.
             tokio::task::spawn_blocking(move || {
                 let (index, state) = {
                     let applied = reader.read();

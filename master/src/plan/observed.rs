@@ -76,8 +76,8 @@ pub struct Session {
     pub reported: BTreeSet<ModelRef>,
     /// The last order per artifact in this session.
     pub sent: BTreeMap<ModelRef, Sent>,
-    /// How the last copy of each model version came, as far as it has: of those that the cluster knows. A node says it
-    /// again in its next session.
+    /// How the last copy of each model version came, as far as it has: of those that the cluster knows. The same process of
+    /// a node says it again in its next session; one that was restarted has forgotten it.
     pub carried: BTreeMap<ModelRef, Carried>,
 }
 
@@ -357,6 +357,13 @@ impl Session {
             self.carried.insert(model.clone(), carried);
         }
     }
+
+    /// An attempt reads the model from its source: what an earlier one copied counts no more.
+    pub fn read_from_source(&mut self, model: &ModelRef, fence: Fence) {
+        if self.carried.get(model).is_some_and(|known| known.fence < fence) {
+            self.carried.remove(model);
+        }
+    }
 }
 
 /// What a task that staged reported.
@@ -429,7 +436,12 @@ mod tests {
             session.carried(&model, said);
             assert_eq!(session.carried[&model].transports(), transports, "{said:?}");
         }
-        session.hold(model, None);
+        session.hold(model.clone(), None);
         assert!(session.carried.is_empty(), "what is gone came by nothing");
+        session.carried(&model, carried(4, 1, 0));
+        session.read_from_source(&model, carried(4, 0, 0).fence);
+        assert!(!session.carried.is_empty(), "it said so of this very attempt");
+        session.read_from_source(&model, carried(5, 0, 0).fence);
+        assert!(session.carried.is_empty(), "a later attempt read it from outside");
     }
 }

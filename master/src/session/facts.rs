@@ -425,7 +425,9 @@ impl Facts {
         };
         session.moved(&model, fence, reported, now_ms);
 
-        if kind == pb::TaskKind::Replicate && artifact.is_some() {
+        if kind == pb::TaskKind::Acquire {
+            session.read_from_source(&model, fence);
+        } else if kind == pb::TaskKind::Replicate && artifact.is_some() {
             let carried = Carried {
                 fence,
                 bytes: report.fetched_bytes,

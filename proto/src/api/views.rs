@@ -111,8 +111,9 @@ pub struct PlacementView {
     /// The last try authorised for this placement; 0: none yet. Tries are counted per model version, over all its
     /// nodes and jobs: the first one here need not be 1, and numbers may be left out.
     pub attempt: u64,
-    /// By what the node's last copy of the model came from its peers (`rdma`, `tcp`, both), as it says itself: nothing while
-    /// it is not connected, for one that had it already, and for one that read it from outside. Advisory.
+    /// By what the node's last copy of the model came from its peers (`rdma`, `tcp`, both), as its client says itself of what
+    /// it fetched since it was started: nothing while it is not connected, and where nothing came from peers. Advisory, and
+    /// in linearizable answers only.
     #[serde(default, skip_serializing_if = "Vec::is_empty")]
     pub transports: Vec<String>,
     /// When each state was reached (RFC 3339).

@@ -279,28 +279,45 @@ impl StateMachine for Slow {
 const LONG: std::time::Duration = std::time::Duration::from_secs(10);
 
 /// openraft asks for the builder from the task that applies entries: while it waits, every write does.
-#[tokio::test]
+#[tokio::test(flavor = "multi_thread")]
 async fn entries_are_applied_while_a_snapshot_is_encoded() {
     let folder = tempfile::tempdir().unwrap();
     let store = open(folder.path());
     let (go, gate) = std::sync::mpsc::channel();
+    let encode: Arc<Gate> = Arc::new(Mutex::new(Some(gate)));
     let machine = Slow {
-        encode: Arc::new(Mutex::new(Some(gate))),
+        encode: encode.clone(),
         ..Slow::default()
     };
     let mut machine = store.state_machine(machine).unwrap();
+    let reader = machine.reader();
     apply(&mut machine, vec![entry(1, 0)]).await;
-    let builder = tokio::time::timeout(LONG, machine.try_create_snapshot_builder(true)).await;
-    let mut builder = builder.expect("the builder waits for the encoding").unwrap();
+    // In tasks of their own: whoever waits for the encoding blocks a thread, and that must not be the one with the clock.
+    let builder = tokio::spawn(async move {
+        let builder = machine.try_create_snapshot_builder(true).await.unwrap();
+        (machine, builder)
+    });
+    let (mut machine, mut builder) = tokio::time::timeout(LONG, builder)
+        .await
+        .expect("the builder waits for the encoding")
+        .unwrap();
     let built = tokio::spawn(async move { builder.build_snapshot().await.unwrap() });
-    apply(&mut machine, vec![entry(1, 1)]).await;
+    let encoding = async {
+        while encode.lock().is_some() {
+            tokio::time::sleep(std::time::Duration::from_millis(1)).await;
+        }
+    };
+    tokio::time::timeout(LONG, encoding).await.expect("it is encoded");
+    let applied = tokio::spawn(async move { apply(&mut machine, vec![entry(1, 1)]).await });
+    let applied = tokio::time::timeout(LONG, applied).await;
+    applied.expect("entries wait for the encoding").unwrap();
     drop(go);
     let built = built.await.unwrap();
     assert_eq!(built.meta.last_log_id, Some(log_id(1, 0)), "as of the copy");
     let (_, state) = built.snapshot.read_all().unwrap();
     let copied: Chain = postcard::from_bytes(&state).unwrap();
     assert_eq!((copied.count, copied.last_index), (1, 0), "as of the copy");
-    assert_eq!(machine.reader().read().chain.count, 2);
+    assert_eq!(reader.read().chain.count, 2);
 }
 
 /// A follower that gets a snapshot still answers.

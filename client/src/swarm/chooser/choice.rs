@@ -17,6 +17,9 @@ const ENDGAME_TIMES_USUAL: f64 = 3.0;
 const ENDGAME_BLOCKS: u32 = 64;
 /// Duplicates that are allowed whatever the number of blocks.
 pub(super) const ENDGAME_MIN: u32 = 4;
+/// How many blocks a node lacks that a relay has, at least, to be far behind: a part of all of them, and never few.
+const BEHIND_PART: u32 = 16;
+pub(super) const BEHIND_LEAST: u32 = 64;
 /// Candidates looked at for one choice: exact rarest-first for artifacts of the usual 2,000 blocks.
 /// Beyond, the rarest of so many is among the rarest hundredth, which is as good.
 const SAMPLE: u32 = 512;
@@ -91,13 +94,14 @@ impl Chooser {
             self.fresh_since.pop_front();
             self.fresh.clear(block);
         }
+        let leaves_seeds = mode == Mode::Strict && self.is_behind();
         // The best peer mostly has something: the order of the others is not worth a list.
         let mut tried = None;
         loop {
             let open = self
                 .peers
                 .iter()
-                .filter(|(_, p)| p.room(now_us) && p.has.ones() > 0);
+                .filter(|(_, p)| p.room(now_us) && p.has.ones() > 0 && !(leaves_seeds && p.traits.seed));
             let ranked = open.map(|(i, p)| (self.preference(*i, p, mode), *i));
             let next = ranked.filter(|r| tried.is_none_or(|t| *r > t)).min()?;
             if let Some(pick) = self.best_of(next.1, now_us, mode) {
@@ -105,6 +109,15 @@ impl Chooser {
             }
             tried = Some(next);
         }
+    }
+
+    /// Whether first copies are for others to bring in: some relay has far more than this node, and relays give it all that
+    /// it can take. What it brought in would wait behind that on its way here, and all the others for it.
+    fn is_behind(&self) -> bool {
+        let relays = self.peers.values().filter(|p| !p.traits.seed);
+        let most = relays.map(|p| p.has.ones()).max().unwrap_or(0);
+        let far = (self.have.len() / BEHIND_PART).max(BEHIND_LEAST);
+        most >= self.have.ones() + far && self.intake.relays_suffice()
     }
 
     /// Whom to ask before whom, lowest first.

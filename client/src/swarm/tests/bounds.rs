@@ -1,6 +1,54 @@
 //! What is bounded, and how a fetch ends.
 
 use super::*;
+use crate::rate::{LEAST, Rate};
+use std::time::Instant;
+
+/// What a fetch has asked for last and not waited for, others wait for, however it ends.
+#[tokio::test(flavor = "multi_thread", worker_threads = 2)]
+async fn many_small_models_keep_to_the_download_limit() {
+    let (m, bytes, seal) = model_of(1);
+    let rate = Arc::new(Rate::new(Some(LEAST)));
+    let under_limit = || Options {
+        config: SwarmConfig {
+            download: rate.clone(),
+            ..Default::default()
+        },
+        ..Default::default()
+    };
+    let a = Node::start("a", &m).await;
+    a.fill(&bytes, a.all());
+    let (_p, peers) = watch::channel(vec![a.peer(true)]);
+    let (_s, seal_rx) = sealed(Some(seal));
+    let mut nodes = Vec::new();
+    for i in 0..4 {
+        nodes.push(Node::start_with(&format!("n{i}"), &m, under_limit()).await);
+    }
+    rate.wait(LEAST.burst_bytes()).await;
+    let began = Instant::now();
+    for node in &nodes {
+        finish(node.fetch(&peers, &seal_rx).0).await.unwrap();
+    }
+    // The last one's block is not waited for yet.
+    let least = Duration::from_secs_f64(3.0 * f64::from(BLOCK) / LEAST.0 as f64);
+    assert!(began.elapsed() >= least.mul_f64(0.99), "{:?}", began.elapsed());
+    assert!(rate.is_owed());
+
+    // Canceled while it waits for what it has.
+    let (m, bytes, seal) = model_of(12);
+    let (a, b) = (
+        Node::start("a", &m).await,
+        Node::start_with("b", &m, under_limit()).await,
+    );
+    a.fill(&bytes, a.all());
+    let (_p, peers) = watch::channel(vec![a.peer(true)]);
+    let (_s, seal_rx) = sealed(Some(seal));
+    let (task, cancel) = b.fetch(&peers, &seal_rx);
+    b.wait_for("a block", |x| x.have_count() > 0).await;
+    cancel.cancel();
+    assert!(finish(task).await.unwrap_err().is_canceled());
+    assert!(rate.is_owed());
+}
 
 #[tokio::test(flavor = "multi_thread", worker_threads = 2)]
 async fn uploads_and_buffers_are_bounded() {
