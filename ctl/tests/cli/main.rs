@@ -16,25 +16,16 @@ use mooncake_proto::{
 use std::{collections::BTreeMap, path::Path, process::Output};
 
 async fn ctl(endpoints: &[&str], args: &[&str]) -> Output {
+    ctl_with(endpoints, args, &[]).await
+}
+
+async fn ctl_with(endpoints: &[&str], args: &[&str], environment: &[(&str, &str)]) -> Output {
     let mut command = tokio::process::Command::new(env!("CARGO_BIN_EXE_mooncakectl"));
     command
         .args(args)
         .env_remove("NO_COLOR")
         .env("MOONCAKE_ENDPOINTS", endpoints.join(","))
-        .kill_on_drop(true);
-    command.output().await.unwrap()
-}
-
-/// [`ctl`] on a host without CA certificates.
-async fn ctl_without_certificates(endpoint: &str, args: &[&str]) -> Output {
-    let mut command = tokio::process::Command::new(env!("CARGO_BIN_EXE_mooncakectl"));
-    command
-        .args(args)
-        .envs([
-            ("SSL_CERT_FILE", "/nonexistent"),
-            ("SSL_CERT_DIR", "/nonexistent"),
-        ])
-        .env("MOONCAKE_ENDPOINTS", endpoint)
+        .envs(environment.iter().copied())
         .kill_on_drop(true);
     command.output().await.unwrap()
 }
@@ -448,10 +439,14 @@ async fn unreachable_is_three() {
 #[tokio::test]
 async fn plain_http_needs_no_certificates() {
     let fake = Fake::start(friendly).await;
-    exits(&ctl_without_certificates(&fake.url, &["nodes"]).await, 0, &[]);
+    let nothing = [
+        ("SSL_CERT_FILE", "/nonexistent"),
+        ("SSL_CERT_DIR", "/nonexistent"),
+    ];
+    exits(&ctl_with(&[&fake.url], &["nodes"], &nothing).await, 0, &[]);
     let https = fake.url.replace("http:", "https:");
     let says = ["CA certificates", "SSL_CERT_FILE"];
-    exits(&ctl_without_certificates(&https, &["nodes"]).await, 2, &says);
+    exits(&ctl_with(&[&https], &["nodes"], &nothing).await, 2, &says);
 }
 
 #[tokio::test]

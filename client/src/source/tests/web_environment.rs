@@ -47,10 +47,13 @@ async fn run_child(url: &str, environment: &[(&str, &str)]) -> Output {
     command.envs(environment.iter().copied()).output().await.unwrap()
 }
 
+fn text(output: &Output) -> String {
+    String::from_utf8_lossy(&output.stdout).into_owned() + &String::from_utf8_lossy(&output.stderr)
+}
+
 #[track_caller]
 fn succeeded(output: &Output) {
-    let text =
-        String::from_utf8_lossy(&output.stdout).into_owned() + &String::from_utf8_lossy(&output.stderr);
+    let text = text(output);
     assert!(output.status.success() && text.contains("1 passed"), "{text}");
 }
 
@@ -122,8 +125,7 @@ async fn plain_http_needs_no_certificates() {
 
     let (server, _) = tls_server().await;
     let output = run_child(&server.url("f").replace("http:", "https:"), &nothing).await;
-    let says =
-        String::from_utf8_lossy(&output.stderr).into_owned() + &String::from_utf8_lossy(&output.stdout);
+    let says = text(&output);
     assert!(
         !output.status.success() && says.contains("SSL_CERT_FILE"),
         "{says}"

@@ -114,10 +114,14 @@ impl Chooser {
     /// Whether first copies are for others to bring in: some relay has far more than this node, and relays give it all that
     /// it can take. What it brought in would wait behind that on its way here, and all the others for it.
     fn is_behind(&self) -> bool {
+        // First, for it needs no look at the peers, and this is asked for each choice.
+        if !self.intake.relays_suffice() {
+            return false;
+        }
         let relays = self.peers.values().filter(|p| !p.traits.seed);
         let most = relays.map(|p| p.has.ones()).max().unwrap_or(0);
         let far = (self.have.len() / BEHIND_PART).max(BEHIND_LEAST);
-        most >= self.have.ones() + far && self.intake.relays_suffice()
+        most >= self.have.ones() + far
     }
 
     /// Whom to ask before whom, lowest first.
